@@ -1,0 +1,180 @@
+"""Loads: which copy of each chunk is read, and which ones come back to memory on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import placement
+from kvpool.plan import Int32, Int64, LoadPlan, UInt8
+from kvpool.pool import Pool, WriteKind
+from kvpool.prefix import RequestState
+from kvpool.table import BUSY, READABLE, Entries
+from kvpool.types import NO_DEVICE, Key
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way: what it pins and where it reads, by position in its plan (-1: nowhere)."""
+
+    entries: Entries
+    device: UInt8
+    slot: Int32
+    ranks_left: int
+
+    def pinned(self) -> Entries:
+        return self.entries[self.entries >= 0]
+
+
+class Loads:
+    """All loads that are not over. A load is over when vLLM or all ranks say so."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._open: dict[int, _Load] = {}
+        self._last_id = 0
+        self._sizes = np.array(pool.rules.sizes, dtype=np.float64)
+        self._tokens = np.array([group.chunk_tokens for group in pool.rules.groups], np.int64)
+        self._memory = np.zeros(NO_DEVICE + 1, np.bool_)
+        self._memory[: len(pool.memory)] = pool.memory
+
+    def plan(self, keys: Sequence[Key], request: RequestState) -> LoadPlan:
+        """Pin what is readable of `keys` and say where to read it."""
+        table, count = self._pool.table, len(keys)
+        request.stamp = self._pool.tick()
+        entries = self._resolve(keys)
+        found = np.flatnonzero(entries >= 0)
+        pinned = entries[found]
+        group = np.fromiter((key[-1] for key in keys), np.uint8, count)
+        device, slot = np.full(count, NO_DEVICE, np.uint8), np.full(count, -1, np.int32)
+        device[found], slot[found] = self._locate(pinned)
+        table.pin(pinned)
+        self._touch(pinned, request.stamp)
+        self._count_hits(pinned, device[found])
+        keep_device, keep_slot, keep_write_id = self._keep(entries, found)
+        self._last_id += 1
+        self._open[self._last_id] = _Load(entries, device, slot, self._pool.ranks)
+        request.load_id = self._last_id
+        return LoadPlan(self._last_id, group, device, slot, keep_device, keep_slot, keep_write_id)
+
+    def _resolve(self, keys: Sequence[Key]) -> Entries:
+        """Return the keys' entries, -1 where a chunk cannot be read (any more). Shape (n,)."""
+        index, count = self._pool.table.index, len(keys)
+        try:
+            entries = np.fromiter(map(index.__getitem__, keys), np.int64, count)
+        except KeyError:
+            entries = np.fromiter((index.get(key, -1) for key in keys), np.int64, count)
+        found = np.flatnonzero(entries >= 0)
+        unreadable = self._pool.table.state_view[entries[found]] != READABLE
+        entries[found[unreadable]] = -1
+        return entries
+
+    def _locate(self, entries: Entries) -> tuple[UInt8, Int32]:
+        """Return device and slot to read each chunk from, so that all devices finish together."""
+        table = self._pool.table
+        device, slot = table.device0_view[entries], table.slot0_view[entries]
+        second = table.device1_view[entries]
+        both = (second != NO_DEVICE) & (table.flags_view[entries] & BUSY == 0)
+        if both.any():
+            size = self._sizes[table.group_view[entries]]
+            load = self._by_device(device[~both], size[~both])
+            take = placement.choose_copies(
+                load.tolist(),
+                size[both].tolist(),
+                device[both].tolist(),
+                second[both].tolist(),
+                self._pool.bandwidth,
+            )
+            taken = np.flatnonzero(both)[np.array(take, np.bool_)]
+            device[taken], slot[taken] = second[taken], table.slot1_view[entries[taken]]
+        return device, slot
+
+    def _by_device(self, device: UInt8, weight: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.bincount(device, weight, minlength=len(self._pool.devices)).astype(np.float64)
+
+    def _touch(self, entries: Entries, stamp: int) -> None:
+        """Touch what is read, and above it what the accelerator still had."""
+        table = self._pool.table
+        table.touch(entries, stamp)
+        parents = table.parent_view[entries]
+        above = entries[(parents >= 0) & (table.stamp_view[parents] != stamp)]
+        for entry in above.tolist():
+            table.touch_ancestors(entry, stamp)
+
+    def _count_hits(self, entries: Entries, device: UInt8) -> None:
+        table, counters = self._pool.table, self._pool.counters
+        whole = self._tokens[table.group_view[entries]]
+        tokens = (table.position_view[entries] - 1) % whole + 1
+        chunks = np.bincount(device, minlength=len(self._pool.devices))
+        by_device = self._by_device(device, tokens.astype(np.float64))
+        for i in range(len(self._pool.devices)):
+            counters.hit_chunks[i] += int(chunks[i])
+            counters.hit_tokens[i] += int(by_device[i])
+
+    def _keep(self, entries: Entries, found: Int64) -> tuple[UInt8, Int32, Int64]:
+        """Reserve memory for chunks that lie only on slower devices. Shape (n,) each."""
+        count = len(entries)
+        keep_device, keep_slot = np.full(count, NO_DEVICE, np.uint8), np.full(count, -1, np.int32)
+        keep_write_id = np.full(count, -1, np.int64)
+        pool, table = self._pool, self._pool.table
+        for i in self._returns(entries[found]):
+            position = int(found[i])
+            entry = int(entries[position])
+            device = min(
+                (device for device in pool.usable_memory if pool.has_room(device)),
+                key=lambda device: (table.slots[device].used / pool.bandwidth[device], device),
+            )
+            keep_device[position], keep_slot[position] = device, table.begin_copy(entry, device)
+            keep_write_id[position] = pool.open_write(entry, WriteKind.KEEP)
+        return keep_device, keep_slot, keep_write_id
+
+    def _returns(self, entries: Entries) -> list[int]:
+        """Return which of the chunks come back to memory, as far as free slots go."""
+        pool, table = self._pool, self._pool.table
+        room = sum(len(table.slots[device].free) for device in pool.usable_memory)
+        if not room or not pool.slower:
+            return []
+        first, second = table.device0_view[entries], table.device1_view[entries]
+        in_memory = self._memory[first] | self._memory[second]
+        if in_memory.all():
+            return []
+        idle = table.flags_view[entries] & BUSY == 0
+        return placement.choose_returns(
+            in_memory.tolist(),
+            (~in_memory & idle).tolist(),
+            self._sizes[table.group_view[entries]].tolist(),
+            sum(pool.share_weight(device) for device in pool.usable_memory),
+            room,
+        )
+
+    def fail(self, load_id: int, positions: set[int]) -> None:
+        """Some rank could not read or verify chunks: they miss from now on, their slots retire."""
+        load = self._open.get(load_id)
+        if load is None:
+            return
+        table = self._pool.table
+        for position in sorted(positions):
+            entry = int(load.entries[position])
+            if entry < 0:
+                continue
+            table.retire(entry, int(load.device[position]), int(load.slot[position]))
+            if table.resident(entry):
+                table.drop(entry)
+
+    def rank_finished(self, load_id: int, ranks: int) -> None:
+        """So many ranks more have ended the load; with the last, nothing is read any more."""
+        load = self._open.get(load_id)
+        if load is None:
+            return
+        load.ranks_left -= ranks
+        if load.ranks_left <= 0:
+            self.complete(load_id)
+
+    def complete(self, load_id: int) -> None:
+        """Unpin a load's chunks; nothing happens where that was done."""
+        load = self._open.pop(load_id, None)
+        if load is not None:
+            self._pool.table.unpin(load.pinned())
