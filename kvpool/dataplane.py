@@ -80,6 +80,7 @@ class _Write(_Job):
     position: Int64  # operation -> position in the plan
     write_id: Int64
     headers: _Headers
+    epoch: int  # in which it was submitted
     staged: Bools
     released: bool = False  # told to the caller
 
@@ -112,6 +113,7 @@ class DataPlane:
         self._blocks_per_chunk = geometry.blocks_per_chunk
         self._jobs: dict[int, _Job] = {}  # by first tag, which only grows
         self._next_tag = 0
+        self._epoch = 0
         self._finished: list[FinishedJob] = []
         self._report = WorkerReport()
         self._reported = [engine.statistics(device.index) for device in devices]
@@ -257,6 +259,7 @@ class DataPlane:
             is_store=is_store,
             write_id=write_id[chosen],
             headers=_select(headers, chosen),
+            epoch=self._epoch,
             staged=np.zeros(ops.size, dtype=np.bool_),
         )
         if not self._submit(job, ops, blocks):
@@ -329,7 +332,9 @@ class DataPlane:
         good = events["result"] == 0
         written = operation[good]
         if written.size:
-            self._record(_select(job.headers, written), events["crc"][good])
+            # A chunk of an epoch that is over must not be found after a restart.
+            if job.epoch == self._epoch:
+                self._record(_select(job.headers, written), events["crc"][good])
             for write_id in job.write_id[written]:
                 _count(self._report.finished_writes, int(write_id))
         self.refuse_writes(job.write_id[operation[~good]])
@@ -429,8 +434,10 @@ class DataPlane:
 
     def set_epoch(self, epoch: int) -> None:
         """Make all that was stored before `epoch` invalid, durably where the device can."""
-        for device in self._devices:
-            device.set_epoch(epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            for device in self._devices:
+                device.set_epoch(epoch)
 
     def close(self) -> None:
         """Close engine and devices. What is queued is dropped, what is in flight ends first."""

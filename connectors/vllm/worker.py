@@ -86,7 +86,6 @@ class KVPoolWorker(OffloadingWorker):
         reports = [d.report(p) for d, p in zip(devices, profiles, strict=True)]
         self.handshake = KVPoolHandshake(parallel.rank, self._geometry, reports)
         self._data_plane = build_plane(engine, devices, self._geometry, parallel.rank, kv_caches)
-        self._epoch = 0
         self._load_requests: dict[int, str] = {}
         self._failed_requests: set[str] = set()
 
@@ -145,9 +144,7 @@ class KVPoolWorker(OffloadingWorker):
 
     def set_epoch(self, epoch: int) -> None:
         """Invalidate, durably, what was stored before a reset of the cache."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._data_plane.set_epoch(epoch)
+        self._data_plane.set_epoch(epoch)
 
     def take_failed_requests(self) -> set[str]:
         """Return the requests whose load ended with chunks that could not be read."""
