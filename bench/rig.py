@@ -113,14 +113,14 @@ class Rig:
     def finish(self, job_id: int) -> FinishedJob:
         """Wait for the end of a job, telling the orchestrator. Raises BenchmarkError."""
         while True:
-            if not self.plane.wait(STALLED_S):
-                raise BenchmarkError(f"nothing completed in {STALLED_S:.0f} s")
-            time.sleep(POLL_S)
             self.plane.poll()
             for job in self.plane.take_finished():
                 if job.job_id == job_id:
                     self.orchestrator.acknowledge(self.plane.take_report())
                     return job
+            if not self.plane.wait(STALLED_S):
+                raise BenchmarkError(f"nothing completed in {STALLED_S:.0f} s")
+            time.sleep(POLL_S)
 
     def settle(self) -> None:
         """Wait until all writes, headers too, are on their devices."""

@@ -138,13 +138,11 @@ class Loads:
         if not room or not pool.slower:
             return []
         first, second = table.device0_view[entries], table.device1_view[entries]
-        in_memory = self._memory[first] | self._memory[second]
+        in_memory = self._memory[first] | self._memory[second]  # or on the way there
         if in_memory.all():
             return []
-        idle = table.flags_view[entries] & BUSY == 0
         return placement.choose_returns(
             in_memory.tolist(),
-            (~in_memory & idle).tolist(),
             self._sizes[table.group_view[entries]].tolist(),
             sum(pool.share_weight(device) for device in pool.usable_memory),
             room,

@@ -80,13 +80,9 @@ def choose_copies(
 
 
 def choose_returns(
-    in_memory: Sequence[bool],
-    candidate: Sequence[bool],
-    size: Sequence[float],
-    share: float,
-    limit: int,
+    in_memory: Sequence[bool], size: Sequence[float], share: float, limit: int
 ) -> list[int]:
-    """Return positions of at most `limit` candidates to keep a copy of in memory.
+    """Return positions of at most `limit` chunks to keep a copy of in memory, as they are read.
 
     Memory's part of the whole prefix comes up to `share` of its bytes and not above, and along the
     prefix it follows `share` as closely as what is already in memory allows.
@@ -101,7 +97,7 @@ def choose_returns(
         passed += bytes_
         if in_memory[i]:
             kept += bytes_
-        elif candidate[i] and bytes_ <= budget and kept + bytes_ <= share * passed:
+        elif bytes_ <= budget and kept + bytes_ <= share * passed:
             chosen.append(i)
             kept += bytes_
             budget -= bytes_

@@ -8,6 +8,7 @@ no later than they do; in a model without FULL groups, on the previous chunk of 
 
 from __future__ import annotations
 
+import operator
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -41,7 +42,7 @@ class Chain:
     def learn(self, positions: Sequence[int], entries: Sequence[int], table: Table) -> None:
         """Note chunks with the entries they have now; MISSING where they are not resident."""
         generations = [table.generation[entry] if entry >= 0 else 0 for entry in entries]
-        rising = all(map(int.__lt__, positions, positions[1:]))
+        rising = all(map(operator.lt, positions, positions[1:]))
         if rising and positions and (not self.positions or positions[0] > self.positions[-1]):
             self.positions.extend(positions)
             self.entries.extend(entries)

@@ -98,9 +98,13 @@ class Stream:
     def _set(self, write: bool, length: int, limit: int) -> None:
         self._write, self._length, self._limit, self._next = write, length, limit, 0
         self._spans: list[npt.NDArray[np.float64]] = []  # (2, n): begin and end of transfers
+        self._started_s, self._done = time.monotonic(), 0
 
     def refill(self) -> None:
-        """Queue as many transfers as may be under way."""
+        """Queue as many transfers as may be under way: more where they turn out to be fast."""
+        passed_s = max(time.monotonic() - self._started_s, _QUEUED_S / 10)
+        fitting = int(self._done * _QUEUED_S / passed_s)
+        self._limit = max(self._limit, min(self._lanes, fitting))
         count = len(self._free) - (self._lanes - self._limit)
         if count > 0 and not self._error:
             lanes, self._free = self._free[:count], self._free[count:]
@@ -112,6 +116,7 @@ class Stream:
         lanes = (events["tag"] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         self._free += lanes.tolist()
         begin_s = self._submitted_s[lanes]
+        self._done += lanes.size
         self._spans.append(np.stack([begin_s, begin_s + events["nanoseconds"] / 1e9]))
         failed = events["result"][events["result"] < 0]
         self._error = self._error or (int(failed[0]) if failed.size else 0)

@@ -57,7 +57,7 @@ typedef struct {
     uint32_t kind;
     uint32_t io_path;  /* FILE only; AUTO tries io_uring and falls back to pread/pwrite threads */
     int32_t fd;        /* FILE only; stays the caller's */
-    uint32_t depth;    /* transfers in flight on a FILE device */
+    uint32_t depth;    /* transfers in flight on a FILE device; it stages in two slots more */
     uint32_t threads;  /* copying threads of a MEMORY device, I/O threads of the THREADS path */
     int32_t numa_node; /* threads and staging are bound there; -1: not bound */
     void *memory;      /* MEMORY only */

@@ -56,13 +56,26 @@ def test_corrupted_chunks_are_reported_and_others_compared(rig: Rig) -> None:
     assert sum(one.bytes) == 12 * SLOT_BYTES
     assert all(seconds > 0 for seconds in one.seconds)
 
-    corrupted = retrieval.corrupt(rig, stretches, one.places)
+    corrupted = retrieval.corrupt(rig, stretches[0], one.places[0])
     assert len(corrupted) == 2
     two = retrieval.retrieve(rig, stretches)
     assert two.failed == corrupted
     assert two.wrong_blocks == 0
     with pytest.raises(BenchmarkError, match="2 chunks failed"):
         retrieval._require_right(two)
+
+
+def test_control_works_where_later_chunks_hang_on_the_corrupted_one(folder: Path) -> None:
+    model = model_geometry("gpt-oss-20b")
+    stretches = make_stretches(model, 6 * model.geometry.slot_bytes)
+    assert [stretch.group for stretch in stretches] == [0, 1]
+    rig = Rig(parse_devices([f"file:{folder / 'pool'}?size=64MiB"]), model, stretches)
+    try:
+        control = retrieval.run_control(rig, stretches, store(rig, stretches))
+        assert control == {"corrupted_chunks": 1, "reported_chunks": 1}
+        assert len(retrieval.retrieve(rig, stretches).failed) > 1  # given up: a plain miss
+    finally:
+        rig.close()
 
 
 def test_other_content_than_was_stored_is_noticed(rig: Rig) -> None:

@@ -103,10 +103,11 @@ class History:
             request.loading = True
 
     def _keys_to_load(self, request: Running, first_token: int) -> list[Key]:
-        end = CHUNKS * TOKENS
-        for i, group in enumerate(self.groups):
-            if group.kind is GroupKind.FULL:
-                end = min(end, self._hit_end(request, i, group, first_token))
+        full = [i for i, group in enumerate(self.groups) if group.kind is GroupKind.FULL]
+        end = min(
+            (self._hit_end(request, i, first_token) for i in full),
+            default=self._last_hit(request, first_token),
+        )
         keys = []
         for i, group in enumerate(self.groups):
             wanted = ends(group, first_token, end)
@@ -116,14 +117,21 @@ class History:
         lookup = self.orchestrator.lookup
         return [k for k in keys if lookup(k, request.state) is Outcome.HIT]
 
-    def _hit_end(self, request: Running, i: int, group: GroupGeometry, first_token: int) -> int:
+    def _is_hit(self, request: Running, i: int, end: int) -> bool:
+        k = key(request.document, i, end)
+        return self.orchestrator.lookup(k, request.state) is Outcome.HIT
+
+    def _hit_end(self, request: Running, i: int, first_token: int) -> int:
         last = first_token
-        for end in ends(group, first_token, CHUNKS * TOKENS):
-            k = key(request.document, i, end)
-            if self.orchestrator.lookup(k, request.state) is not Outcome.HIT:
+        for end in ends(self.groups[i], first_token, CHUNKS * TOKENS):
+            if not self._is_hit(request, i, end):
                 break
             last = end
         return last
+
+    def _last_hit(self, request: Running, first_token: int) -> int:
+        possible = ends(self.groups[0], first_token, CHUNKS * TOKENS)
+        return max((end for end in possible if self._is_hit(request, 0, end)), default=first_token)
 
     def spill(self) -> None:
         moves = self.orchestrator.take_moves()

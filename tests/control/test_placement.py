@@ -167,18 +167,12 @@ def test_choose_copies_counts_what_has_one_copy_first() -> None:
 
 
 def test_returns_follow_the_share_along_the_prefix() -> None:
-    nothing, all_ = [False] * 12, [True] * 12
-    assert placement.choose_returns(nothing, all_, [1.0] * 12, 0.5, 99) == [1, 3, 5, 7, 9, 11]
-    assert placement.choose_returns(nothing, all_, [1.0] * 12, 0.5, 2) == [1, 3]
+    nothing = [False] * 12
+    assert placement.choose_returns(nothing, [1.0] * 12, 0.5, 99) == [1, 3, 5, 7, 9, 11]
+    assert placement.choose_returns(nothing, [1.0] * 12, 0.5, 2) == [1, 3]
 
 
 def test_returns_stop_at_the_share_of_the_whole_prefix() -> None:
     in_memory = [False] * 6 + [True] * 6
-    assert placement.choose_returns(in_memory, [True] * 12, [1.0] * 12, 0.5, 99) == []
-    chosen = placement.choose_returns(in_memory, [True] * 12, [1.0] * 12, 0.75, 99)
-    assert len(chosen) == 3
-
-
-def test_returns_skip_what_cannot_be_kept() -> None:
-    candidate = [False, False, True, True]
-    assert placement.choose_returns([False] * 4, candidate, [1.0] * 4, 0.5, 99) == [2, 3]
+    assert placement.choose_returns(in_memory, [1.0] * 12, 0.5, 99) == []
+    assert len(placement.choose_returns(in_memory, [1.0] * 12, 0.75, 99)) == 3

@@ -58,7 +58,9 @@ class Rig:
         self.lengths, self.blocks_per_chunk = tuple(lengths), blocks_per_chunk
         self.random = np.random.default_rng(seed)
         # Strides that are no multiple of the length leave gaps, which nothing may touch.
-        self.pages = [self._bytes((blocks, length + 64 * (1 + i))) for i, length in enumerate(lengths)]
+        self.pages = [
+            self._bytes((blocks, length + 64 * (1 + i))) for i, length in enumerate(lengths)
+        ]
         self.chunk_bytes = blocks_per_chunk * sum(lengths)
         self.arenas = [Arena(slots * slot_bytes) for _ in range(2)]
         self.path = directory / "device"
@@ -75,14 +77,19 @@ class Rig:
     def _add_device(self, kind: str, depth: int, threads: int, **shape: int) -> int:
         length = self.slots * self.slot_bytes
         if kind == "memory":
-            return self.engine.add_memory_device(self.arenas[0], threads, **shape)  # type: ignore[arg-type]
+            return self.engine.add_memory_device(self.arenas[0], threads, **shape)
         if kind == "nil":
-            return self.engine.add_nil_device(length, **shape)  # type: ignore[arg-type]
+            return self.engine.add_nil_device(length, **shape)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         os.ftruncate(self.fd, length)
         path = IoPath.URING if kind == "uring" else IoPath.THREADS
         return self.engine.add_file_device(
-            self.fd, length, depth, threads, io_path=path, **shape  # type: ignore[arg-type]
+            self.fd,
+            length,
+            depth,
+            threads,
+            io_path=path,
+            **shape,
         )
 
     def add_group(self, blocks_per_chunk: int) -> int:

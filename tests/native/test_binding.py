@@ -32,7 +32,9 @@ def test_only_kvio_is_exported() -> None:
 
 
 def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
-    with pytest.raises(NativeLibraryError, match=r"libkvio.so is not in .*cmake -S native") as caught:
+    with pytest.raises(
+        NativeLibraryError, match=r"libkvio.so is not in .*cmake -S native"
+    ) as caught:
         native._open([str(tmp_path)])
     assert isinstance(caught.value, KVPoolError)
 
@@ -92,7 +94,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="differ in length"):
             rig.engine.add_group([1], [1, 2], [1], 1)
         with pytest.raises(TypeError, match="int64"):
-            rig.engine.submit(np.zeros(1, OP_DTYPE), np.zeros(1, np.int64))  # type: ignore[arg-type]
+            rig.engine.submit(np.zeros(1, OP_DTYPE), np.zeros(1, np.int64))
         with pytest.raises(DeviceError):
             rig.engine.statistics(99)
         with pytest.raises(DeviceError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,18 @@ def test_what_is_stored_is_loaded(
         slot_bytes=slot_bytes,
         slots=8,
     )
-    chunks = rig.random.permutation(6 * blocks_per_chunk).reshape(6, blocks_per_chunk)
+    chunks = rig.random.permutation(6 * blocks_per_chunk).reshape(6, -1).tolist()
     first = [dict(first_block=i * blocks_per_chunk) for i in range(6)]
-    stored = rig.run([rig.op(KIND_STORE, i, i, **first[i]) for i in range(6)], chunks.ravel())
+    stored = rig.run([rig.op(KIND_STORE, i, i, **first[i]) for i in range(6)], [*chain(*chunks)])
     payloads = [rig.payload(chunk) for chunk in chunks]
     assert [event["result"] for event in stored] == [0] * 6
     assert [event["crc"] for event in stored] == [rig.crc(chunk) for chunk in chunks]
     assert [rig.media(i, rig.chunk_bytes) for i in range(6)] == payloads
     rig.poison()
     others = [array.copy() for array in rig.pages]
-    targets = rig.random.permutation(6 * blocks_per_chunk).reshape(6, blocks_per_chunk)
+    targets = rig.random.permutation(6 * blocks_per_chunk).reshape(6, -1).tolist()
     loads = [rig.load(i, i, int(stored[i]["crc"]), **first[i]) for i in range(6)]
-    loaded = rig.run(loads, targets.ravel())
+    loaded = rig.run(loads, [*chain(*targets)])
     assert [event["result"] for event in loaded] == [0] * 6
     assert [event["crc"] for event in loaded] == [event["crc"] for event in stored]
     assert [rig.payload(target) for target in targets] == payloads

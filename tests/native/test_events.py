@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.native import EVENT_DONE, KIND_LOAD, KIND_STORE
-from tests.native.rig import Rig
+from tests.native.rig import Event, Rig
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_quiet_without_events(rig: Rig) -> None:
 
 def test_readable_until_the_last_event_is_polled(rig: Rig) -> None:
     rig.submit([rig.op(KIND_STORE, tag) for tag in range(50)])
-    polled = []
+    polled: list[Event] = []
     while len(polled) < 100:
         assert readable(rig, 60_000), "events are missing"
         assert rig.engine.wait(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ from tests.native.rig import KINDS, MIB, Rig
 RATE = 100 * MIB
 LATENCY_US = 20_000
 TRIES = 5
-LARGE = dict(slot_bytes=MIB, lengths=(32768,) * 8, blocks=4, blocks_per_chunk=4, slots=4)
+LARGE: dict[str, Any] = dict(
+    slot_bytes=MIB, lengths=(32768,) * 8, blocks=4, blocks_per_chunk=4, slots=4
+)
 
 parametrise = pytest.mark.parametrize("kind", ["nil", *KINDS])
 
@@ -50,8 +53,8 @@ def _check(measure: Callable[[], float], expected: float, tolerance: float) -> N
 @parametrise
 @pytest.mark.parametrize("operation", [KIND_LOAD, KIND_STORE])
 def test_rate(kind: str, operation: int, tmp_path: Path) -> None:
-    rate = dict(read_bytes_s=RATE) if operation == KIND_LOAD else dict(write_bytes_s=RATE)
-    with Rig(kind, tmp_path, **LARGE, **rate) as rig:
+    name = "read_bytes_s" if operation == KIND_LOAD else "write_bytes_s"
+    with Rig(kind, tmp_path, **{**LARGE, name: RATE}) as rig:
         count = 50  # half a second
         expected = count * MIB / RATE
         _check(lambda: _seconds(rig, operation, count), expected, 0.03)
