@@ -32,6 +32,7 @@ class Engine:
             "dtype": hints["dtype"],
             "block_size": 64,
             "max_num_batched_tokens": hints["max_num_batched_tokens"],
+            "enable_prefix_caching": hints["enable_prefix_caching"],
             "num_gpu_blocks_override": 25600 // hints["block_tokens"],
             "max_model_len": 8192,
         } | options
