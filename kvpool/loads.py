@@ -156,11 +156,8 @@ class Loads:
         table = self._pool.table
         for position in sorted(positions):
             entry = int(load.entries[position])
-            if entry < 0:
-                continue
-            table.retire(entry, int(load.device[position]), int(load.slot[position]))
-            if table.resident(entry):
-                table.drop(entry)
+            if entry >= 0:
+                table.retire(entry, int(load.device[position]), int(load.slot[position]))
 
     def rank_finished(self, load_id: int, ranks: int) -> None:
         """So many ranks more have ended the load; with the last, nothing is read any more."""

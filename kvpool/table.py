@@ -195,17 +195,11 @@ class Table:
         self.device0[entry], self.device1[entry] = second, first
         slot, other = self.slot0[entry], self.slot1[entry]
         self.slot0[entry], self.slot1[entry] = other, slot
-        flags = self.flags[entry]
-        self.flags[entry] = flags & ~(RETIRE_FIRST | RETIRE_SECOND)
-        self.flags[entry] |= (RETIRE_SECOND if flags & RETIRE_FIRST else 0) | (
-            RETIRE_FIRST if flags & RETIRE_SECOND else 0
-        )
 
     def _free_second(self, entry: int) -> None:
         retire = bool(self.flags[entry] & RETIRE_SECOND)
         self.slots[self.device1[entry]].give_back(self.slot1[entry], retire)
         self.device1[entry], self.slot1[entry] = NO_DEVICE, -1
-        self.flags[entry] &= ~RETIRE_SECOND
 
     def drop(self, entry: int) -> int:
         """Remove an entry and all below it from the index; return how many chunks that were.
@@ -274,11 +268,16 @@ class Table:
         self._offer_many(idle[~doomed])
 
     def retire(self, entry: int, device: int, slot: int) -> None:
-        """Take a slot out of use as soon as the entry, if it still has that slot, is freed."""
+        """Drop an entry whose chunk could not be read from `slot`, which is never used again.
+
+        It goes out of use when the entry is freed; nothing happens to a slot that it has no more.
+        """
         if self.device0[entry] == device and self.slot0[entry] == slot:
             self.flags[entry] |= RETIRE_FIRST
         elif self.device1[entry] == device and self.slot1[entry] == slot:
             self.flags[entry] |= RETIRE_SECOND
+        if self.resident(entry):
+            self.drop(entry)
 
     def clear(self) -> None:
         """Drop everything at once."""

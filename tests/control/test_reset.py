@@ -13,6 +13,7 @@ from tests.control.rig import (
     load,
     make,
     offer,
+    pool_of,
     store,
     write_report,
 )
@@ -93,5 +94,7 @@ def test_a_request_that_lives_on_starts_over() -> None:
     names = list(plan.keys)
     again = orchestrator.plan_load(names, request)
     assert again.slot.tolist() == plan.slot.tolist()
+    assert pool_of(orchestrator).table.pins_view.sum() == 3
     orchestrator.complete_load(request)
+    assert pool_of(orchestrator).table.pins_view.sum() == 0
     check_table(orchestrator)

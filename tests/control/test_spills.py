@@ -185,6 +185,17 @@ def test_a_chunk_colder_than_all_there_stays() -> None:
     assert hits(orchestrator, "a", 4) == 3, "real pressure evicts it"
 
 
+def test_a_prefix_is_not_shortened_to_move_its_own_chunks() -> None:
+    """Something colder is there, but pinned: the prefix's own end on the file is no way out."""
+    orchestrator = make([device("dram", 4, 4.0), device("file", 2, 1.0)], placement="serial")
+    store(orchestrator, "z", 1)
+    _, request = load(orchestrator, "z", 1)
+    store(orchestrator, "a", 5)
+    assert orchestrator.take_moves() is None
+    assert hits(orchestrator, "a", 5) == 5
+    orchestrator.complete_load(request)
+
+
 def test_demand_frees_more_and_is_bounded() -> None:
     """What placement wanted in memory and did not find is made free, at most a quarter of it."""
     orchestrator = make([device("dram", 16, 9.0), device("file", 400, 1.0)])
