@@ -141,7 +141,8 @@ def cpu_seconds() -> float:
 def fio_read(path: Path, size_bytes: int) -> float | None:
     """Return fio's own reading of `path` in bytes/s (io_uring, 4 MiB, depth 16); None without fio.
 
-    Its buffers lie on plain pages, so it is a second opinion and not the ceiling.
+    Its buffers lie on plain pages, so it is a second opinion and not the ceiling; on an emulated
+    SSD its requests are cut, and charged twice (see `bench.emulate`).
     """
     if shutil.which("fio") is None:
         return None

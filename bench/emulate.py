@@ -3,6 +3,9 @@
 Linux and root only. A guardian process makes everything and takes everything away again, also when
 this process is killed: it waits for our end, which no signal sent to us can hide. It runs this
 file alone with nothing but the standard library.
+
+Limits are exact for requests that the loop device takes whole. Linux 6.18 charges what it has to
+cut (requests above max_sectors_kb, or of many small pages) twice: such a reader gets down to half.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,8 @@ from kvpool.pool import Pool, WriteKind
 from kvpool.prefix import RequestState
 from kvpool.table import BUSY, READABLE, Entries
 from kvpool.types import NO_DEVICE, Key
+
+_GROUP = operator.itemgetter(-1)
 
 
 @dataclass(slots=True)
@@ -43,12 +47,13 @@ class Loads:
 
     def plan(self, keys: Sequence[Key], request: RequestState) -> LoadPlan:
         """Pin what is readable of `keys` and say where to read it."""
+        keys = list(keys)
         table, count = self._pool.table, len(keys)
         request.stamp = self._pool.tick()
-        entries = self._resolve(keys)
+        group = np.frombuffer(bytearray(map(_GROUP, keys)), np.uint8)
+        entries = self._resolve(keys, group)
         found = np.flatnonzero(entries >= 0)
         pinned = entries[found]
-        group = np.fromiter((key[-1] for key in keys), np.uint8, count)
         device, slot = np.full(count, NO_DEVICE, np.uint8), np.full(count, -1, np.int32)
         device[found], slot[found] = self._locate(pinned)
         table.pin(pinned)
@@ -60,17 +65,29 @@ class Loads:
         request.load_id = self._last_id
         return LoadPlan(self._last_id, group, device, slot, keep_device, keep_slot, keep_write_id)
 
-    def _resolve(self, keys: Sequence[Key]) -> Entries:
+    def _resolve(self, keys: Sequence[Key], group: UInt8) -> Entries:
         """Return the keys' entries, -1 where a chunk cannot be read (any more). Shape (n,)."""
-        index, count = self._pool.table.index, len(keys)
-        try:
-            entries = np.fromiter(map(index.__getitem__, keys), np.int64, count)
-        except KeyError:
-            entries = np.fromiter((index.get(key, -1) for key in keys), np.int64, count)
+        entries = np.empty(len(keys), np.int64)
+        starts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(keys)]
+        for start, end in itertools.pairwise(starts):
+            entries[start:end] = self._resolve_run(keys[start:end])
         found = np.flatnonzero(entries >= 0)
         unreadable = self._pool.table.state_view[entries[found]] != READABLE
         entries[found[unreadable]] = -1
         return entries
+
+    def _resolve_run(self, keys: Sequence[Key]) -> list[int]:
+        """Return the entries of keys of one group, -1 where there is none.
+
+        Where they are a piece of the spine, the way up from the last one finds them all: that
+        costs less than asking the index, whose memory is visited in no order.
+        """
+        table = self._pool.table
+        if len(keys) and keys[-1][-1] in self._pool.rules.full:
+            entries = table.ancestors(table.index.get(keys[-1], -1), keys[-1][-1], len(keys))
+            if [table.keys[entry] for entry in entries] == keys:
+                return entries
+        return [table.index.get(key, -1) for key in keys]
 
     def _locate(self, entries: Entries) -> tuple[UInt8, Int32]:
         """Return device and slot to read each chunk from, so that all devices finish together."""

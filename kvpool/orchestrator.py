@@ -5,6 +5,7 @@ The caller owns one thread for all methods. No method does I/O, blocks, logs or 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvpool import spills, stores
@@ -58,8 +59,9 @@ class Orchestrator:
         self._announcements: list[str] = []
         self._pool: Pool | None = None
         self._loads: Loads | None = None
+        # What look-ups need of the table; until there is one, a table with one free entry.
         self._find = dict[Key, int]().get
-        self._state = bytearray()
+        self._keys, self._state, self._first_child = [b""], bytearray(1), array("i", [-1])
         self._hits = self._pendings = self._misses = 0
 
     def attach(self, devices: Sequence[DeviceReport]) -> None:
@@ -74,7 +76,10 @@ class Orchestrator:
             raise ConfigurationError("devices", len(devices), f"fewer than {NO_DEVICE}")
         self._pool = Pool(self._geometry, self._ranks, self._policy, devices)
         self._loads = Loads(self._pool)
-        self._find, self._state = self._pool.table.index.get, self._pool.table.state
+        table = self._pool.table
+        if table.capacity:
+            self._find = table.index.get
+            self._keys, self._state, self._first_child = table.keys, table.state, table.first_child
 
     def begin(self, request_id: str) -> RequestState:
         """Return the state of a new request, to be handed in with all calls made for it."""
@@ -84,10 +89,14 @@ class Orchestrator:
 
     def lookup(self, key: Key, request: RequestState) -> Outcome:
         """Say whether a chunk is readable (HIT), being written (PENDING), or not there (MISS)."""
-        entry = self._find(key)
+        # Mostly it is the chunk below the one asked for before. To compare that one's key costs
+        # less than the index: neighbours in a chain lie together in memory, hashes anywhere.
+        child = self._first_child[request.looked_up]
+        entry = child if self._keys[child] == key else self._find(key)
         if entry is None:
             self._misses += 1
             return _MISS
+        request.looked_up = entry
         if self._state[entry] == READABLE:
             self._hits += 1
             return _HIT

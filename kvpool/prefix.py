@@ -91,12 +91,13 @@ class Chain:
 class RequestState:
     """A request's memory in the control plane. Opaque to callers; made by `Orchestrator.begin`."""
 
-    __slots__ = ("chains", "epoch", "load_id", "request_id", "stamp")
+    __slots__ = ("chains", "epoch", "load_id", "looked_up", "request_id", "stamp")
 
     def __init__(self, request_id: str, groups: int, epoch: int) -> None:
         self.request_id = request_id
         self.chains = [Chain() for _ in range(groups)]
         self.epoch, self.stamp = epoch, 0
+        self.looked_up = 0  # the entry found last, of whatever chunk it may be by now
         self.load_id: int | None = None
 
     def forget_chains(self) -> None:

@@ -126,7 +126,8 @@ def _store(pool: Pool, offer: _Offer, request: RequestState, i: int, load: Seque
     if device < 0:
         pool.counters.dropped_store_chunks += 1
         return MISSING
-    entry = table.add(offer.keys[i], parent, group, position, device, request.stamp)
+    leading = group in pool.rules.full
+    entry = table.add(offer.keys[i], parent, group, position, device, request.stamp, leading)
     request.chains[group].set_entry(position, entry, table)
     parent_key = table.keys[parent] if parent >= 0 else b""
     offer.writes[i] = pool.open_write(entry, WriteKind.STORE), parent_key

@@ -128,8 +128,20 @@ class Table:
 
     # ---- states -----------------------------------------------------------------------------
 
-    def add(self, key: Key, parent: int, group: int, position: int, device: int, stamp: int) -> int:
-        """Make an entry that is being written to a free slot of `device`; `parent` -1: a root."""
+    def add(
+        self,
+        key: Key,
+        parent: int,
+        group: int,
+        position: int,
+        device: int,
+        stamp: int,
+        leading: bool = True,
+    ) -> int:
+        """Make an entry that is being written to a free slot of `device`; `parent` -1: a root.
+
+        A `leading` child is found first below its parent: the one that prefixes go on with.
+        """
         if key in self.index:
             raise TransitionError(f"{key.hex()}: already there")
         if parent >= 0 and not self.resident(parent):
@@ -143,7 +155,8 @@ class Table:
         self.group[entry], self.position[entry], self.stamp[entry] = group, position, stamp
         self.device0[entry], self.slot0[entry] = device, slot
         if parent >= 0:
-            self._link(parent, entry)
+            before = -1 if leading else self.first_child[parent]
+            self._link(parent, entry, before)
         return entry
 
     def resident(self, entry: int) -> bool:
@@ -290,7 +303,7 @@ class Table:
         self.leaves.clear()
         self.spillable.clear()
         self.generation_view[resident] += np.uint32(1)
-        self.keys = [b""] * self.capacity
+        self.keys[:] = [b""] * self.capacity
         self.index.clear()
         self.state_view[resident] = DOOMED
         for entry in np.flatnonzero(resident & held).tolist():
@@ -338,12 +351,17 @@ class Table:
 
     # ---- tree -------------------------------------------------------------------------------
 
-    def _link(self, parent: int, child: int) -> None:
-        first = self.first_child[parent]
-        self.parent[child], self.next_sibling[child] = parent, first
-        if first >= 0:
-            self.previous_sibling[first] = child
-        self.first_child[parent] = child
+    def _link(self, parent: int, child: int, before: int) -> None:
+        """Hang `child` on `parent`, behind its child `before`; -1: in front of all."""
+        after = self.next_sibling[before] if before >= 0 else self.first_child[parent]
+        self.parent[child] = parent
+        self.previous_sibling[child], self.next_sibling[child] = before, after
+        if after >= 0:
+            self.previous_sibling[after] = child
+        if before >= 0:
+            self.next_sibling[before] = child
+        else:
+            self.first_child[parent] = child
         self.children[parent] += 1
 
     def _unlink(self, child: int) -> None:
@@ -359,6 +377,17 @@ class Table:
             self.previous_sibling[after] = before
         self.children[parent] -= 1
         self._offer(parent)
+
+    def ancestors(self, entry: int, group: int, count: int) -> list[int]:
+        """Return at most `count` entries of `group` on the way up to `entry`, that one the last."""
+        parent, groups = self.parent, self.group
+        entries: list[int] = []
+        while entry >= 0 and len(entries) < count:
+            if groups[entry] == group:
+                entries.append(entry)
+            entry = parent[entry]
+        entries.reverse()
+        return entries
 
     # ---- giving up --------------------------------------------------------------------------
 

@@ -9,13 +9,17 @@
 #include <errno.h>
 #include <liburing.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
-#define PIECE_BYTES (2u << 20) /* a huge page: larger requests gain nothing, smaller ones cost */
-#define SPARE_SLOTS 2u         /* one that is scattered and one that waits do not lower the depth */
-#define PIECES_MAX 16384u      /* of all transfers: what a submission queue holds */
+#define PIECE_MOST (2u << 20) /* a huge page: larger requests gain nothing, smaller ones cost */
+#define PIECE_LEAST (128u << 10)
+#define SPARE_SLOTS 2u    /* one that is scattered and one that waits do not lower the depth */
+#define PIECES_MAX 16384u /* of all transfers: what a submission queue holds */
 
 struct piece {
     struct transfer *transfer;
@@ -46,7 +50,7 @@ struct ring {
     atomic_bool signalled; /* there may be something new in the queues */
     atomic_bool sleeping;  /* and it takes a write to wake_fd to have it seen */
     bool fixed_file, fixed_buffers;
-    uint32_t pieces_each, in_flight;
+    uint32_t piece_bytes, pieces_each, in_flight;
     uint32_t read_slots, reading; /* reading: transfers whose pieces have not all come */
     kvio_arena slots;
     struct transfer *transfers;
@@ -88,7 +92,7 @@ static bool issue_next(struct ring *ring, struct piece *piece) {
     if (!left || transfer->result < 0)
         return false;
     piece->start = transfer->issued;
-    piece->length = left < PIECE_BYTES ? (uint32_t)left : PIECE_BYTES;
+    piece->length = left < ring->piece_bytes ? (uint32_t)left : ring->piece_bytes;
     transfer->issued += piece->length;
     issue(ring, piece);
     return true;
@@ -291,6 +295,36 @@ static void *ring_run(void *argument) {
 }
 
 /* ---- set-up ---- */
+static bool read_number(const char *path, uint32_t *number) {
+    FILE *file = fopen(path, "re");
+    bool found = file && fscanf(file, "%u", number) == 1;
+    if (file)
+        fclose(file);
+    return found;
+}
+
+/* The largest power of two that the medium takes as one request. The kernel cuts larger ones, and
+ * a bandwidth limit of the block I/O controller then charges what was cut off twice. */
+static uint32_t largest_piece(int fd) {
+    static const char *const places[] = {"", "/.."}; /* a disk, a partition of one */
+    uint32_t most_kib, piece = PIECE_MOST;
+    struct stat status;
+    if (fstat(fd, &status) < 0)
+        return piece;
+    dev_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+    for (unsigned i = 0; i < 2; i++) {
+        char path[96];
+        snprintf(path, sizeof path, "/sys/dev/block/%u:%u%s/queue/max_sectors_kb", major(device),
+                 minor(device), places[i]);
+        if (!read_number(path, &most_kib))
+            continue;
+        while (piece > PIECE_LEAST && piece / 1024 > most_kib)
+            piece /= 2;
+        break;
+    }
+    return piece;
+}
+
 static void register_all(struct ring *ring) {
     const struct kvio *engine = ring->device->engine;
     uint64_t slot_bytes = engine->config.slot_bytes;
@@ -310,8 +344,11 @@ static void register_all(struct ring *ring) {
 }
 
 static int make_transfers(struct ring *ring) {
-    uint32_t count = ring->read_slots + ring->device->config.depth, each;
-    each = (uint32_t)((ring->device->engine->config.slot_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
+    const struct device *device = ring->device;
+    uint32_t count = ring->read_slots + device->config.depth, each;
+    ring->piece_bytes = largest_piece(device->config.fd);
+    each =
+        (uint32_t)((device->engine->config.slot_bytes + ring->piece_bytes - 1) / ring->piece_bytes);
     each = each < 2 ? 2 : each; /* READ and WRITE may be longer than a slot */
     each = each > PIECES_MAX / count ? PIECES_MAX / count : each;
     ring->pieces_each = each;
