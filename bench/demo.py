@@ -189,6 +189,17 @@ def _devices(text: str, context_tokens: int, console: Console) -> Iterator[list[
         yield devices
 
 
+def check_output(path: Path) -> None:
+    """Raise ConfigurationError unless a file can be written at `path`; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path.parent, os.W_OK) and not path.is_dir()
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigurationError("json", str(path), "a file in a folder that can be written to")
+
+
 def _parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="bench.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--context", type=int, default=32768, metavar="TOKENS")
@@ -208,6 +219,7 @@ def main(words: Sequence[str] | None = None) -> int:
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     try:
         check_context(arguments.context)
+        check_output(arguments.json)
         prompt = make_prompt(arguments.context, seed)
         with _devices(arguments.devices, arguments.context, console) as devices:
             console.print(
@@ -225,7 +237,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     show(run, arguments.context, console)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     facts = {"context": arguments.context, "prompt_tokens": len(prompt), "seed": seed}
     write_json(arguments.json, {**facts, "device_strings": devices, **describe(run)})
     if problem := verdict(run):

@@ -177,6 +177,10 @@ def check_devices(strings: Sequence[str]) -> tuple[DeviceConfig, ...]:
     """Return the devices; raise ConfigurationError where this machine cannot have them."""
     pool = config.from_mapping({"devices": list(strings)})
     config.check_environment(pool)
+    for device in pool.devices:
+        if device.size_bytes is not None and device.size_bytes < 2 * CHUNK_BYTES:
+            allowed = f"at least {2 * CHUNK_BYTES} bytes: two chunks of the demo's model"
+            raise ConfigurationError("devices", str(device), allowed)
     return pool.devices
 
 
@@ -377,16 +381,15 @@ def _command(model: Path, context_tokens: int, devices: Sequence[str], port: int
 
 
 def _environment(context_tokens: int) -> dict[str, str]:
-    # One core is left to the API server and the pool; several prompts need a block each besides.
-    cores = sorted(os.sched_getaffinity(0))
-    threads = ",".join(str(core) for core in cores[: max(1, len(cores) - 1)])
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     kv_bytes = context_tokens * KV_BYTES_PER_TOKEN
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str((kv_bytes >> 30) + 1),  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", threads),
+        "VLLM_CPU_KVCACHE_SPACE": str((kv_bytes >> 30) + 1),  # GiB: some to spare
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
+        # Threads that spin at barriers would take minutes beside another busy process.
         "OMP_WAIT_POLICY": "passive",
     }
 

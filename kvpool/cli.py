@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvpool import config, environment, native, probe
 from kvpool.container import Container
-from kvpool.device_config import DeviceConfig, parse_device, parse_devices
+from kvpool.device_config import MIN_DRAM_BYTES, DeviceConfig, parse_device, parse_devices
 from kvpool.devices.base import ProbeTarget
 from kvpool.devices.dram import DramDevice
 from kvpool.devices.flash import add_to_engine, probe_target
@@ -82,7 +82,8 @@ def _measure(configs: Sequence[DeviceConfig]) -> list[dict[str, Any]]:
                 target, pages, io_path = _probe_target(device, engine, opened)
                 targets.append(target)
                 facts.append({"device": device.name, "pages": pages, "io_path": io_path})
-            profiles = probe.measure_targets(engine, targets, probe.MAX_TRANSFER_BYTES, anew=True)
+            slot_bytes = min(_slot_bytes(device) for device in configs)
+            profiles = probe.measure_targets(engine, targets, slot_bytes, anew=True)
         finally:
             engine.close()
     total = sum(profile.read_bandwidth_bytes_s for profile in profiles)
@@ -92,13 +93,21 @@ def _measure(configs: Sequence[DeviceConfig]) -> list[dict[str, Any]]:
     ]
 
 
+def _slot_bytes(device: DeviceConfig) -> int:
+    """Return the slots that a device is measured with: small modules have small ones."""
+    if device.kind != "dram":
+        return probe.MAX_TRANSFER_BYTES
+    whole_pages = (device.size_bytes or 0) // MIN_DRAM_BYTES * MIN_DRAM_BYTES
+    return min(whole_pages, probe.MAX_TRANSFER_BYTES)
+
+
 def _probe_target(
     device: DeviceConfig, engine: native.Engine, opened: contextlib.ExitStack
 ) -> tuple[ProbeTarget, str, str]:
     """Return what is measured, its pages and its I/O path."""
     if device.kind == "dram":
         device = replace(device, size_bytes=min(device.size_bytes or 0, _PROBE_BYTES // 2))
-        module = DramDevice(device, engine, 1, min(device.size_bytes or 0, 4 << 20))
+        module = DramDevice(device, engine, 1, _slot_bytes(device))
         opened.callback(module.close)
         return module.probe_target, module.page_type.value, module.io_path
     container = _container_to_probe(device)

@@ -23,6 +23,7 @@ PLACEMENTS = ("proportional", "link_aware", "serial")
 VLLM_KEYS = ("spec_name", "spec_module_path", "block_size", "self_describing_kv_events")
 _KEYS = ("devices", "config", "blocks_per_chunk", "placement", "offload_prompt_only", *VLLM_KEYS)
 
+MAX_BLOCKS_PER_CHUNK = 4096
 DEFAULT_FILE_BYTES = 8 << 30
 DEFAULT_MEMORY_PER_CENT = 10
 
@@ -116,9 +117,11 @@ def _with_file(given: dict[str, object], file: object) -> dict[str, object]:
 
 
 def _blocks_per_chunk(value: object) -> int | None:
-    if value is None or (isinstance(value, int) and value >= 1 and value is not True):
+    if value is None or (type(value) is int and 1 <= value <= MAX_BLOCKS_PER_CHUNK):
         return value
-    raise ConfigurationError("blocks_per_chunk", value, "an integer >= 1, or absent")
+    raise ConfigurationError(
+        "blocks_per_chunk", value, f"an integer from 1 to {MAX_BLOCKS_PER_CHUNK}, or absent"
+    )
 
 
 def _placement(value: object) -> str:

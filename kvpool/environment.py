@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvpool import medium
-from kvpool.device_config import DeviceConfig
+from kvpool.device_config import MIN_FLASH_BYTES, DeviceConfig
 from kvpool.errors import ConfigurationError, KVPoolError
 from kvpool.host import Host
 from kvpool.medium import FILE_NAME, Medium
@@ -27,7 +27,7 @@ def problems(
     sized: list[tuple[DeviceConfig, Path]] = []
     for device in devices:
         for path in _paths(device, ranks):
-            real = os.path.realpath(path)
+            real = _identity(path)
             if real in seen:
                 yield _problem(device, f"each device once; {seen[real].name} is the same device")
                 continue
@@ -37,6 +37,15 @@ def problems(
             if device.kind == "file" and not found:
                 sized.append((device, path))
     yield from _space_problems(sized, ranks)
+
+
+def _identity(path: Path) -> str:
+    """Return what tells one device from another: a block device has many names."""
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError):
+        return os.path.realpath(path)
+    return f"block {facts.st_rdev}" if stat.S_ISBLK(facts.st_mode) else os.path.realpath(path)
 
 
 def _problem(device: DeviceConfig, allowed: str) -> ConfigurationError:
@@ -99,9 +108,17 @@ def _path_problems(
 def _folder_problems(
     device: DeviceConfig, path: Path, size: int | None
 ) -> Iterator[ConfigurationError]:
-    parent = path if path.exists() else path.parent
+    try:
+        os.lstat(path)
+        parent = path
+    except (FileNotFoundError, NotADirectoryError):
+        parent = path.parent
+    except (OSError, ValueError) as error:
+        yield _problem(device, f"a path that can be looked at ({error})")
+        return
     if not parent.is_dir():
-        what = "a folder, not a file" if parent.exists() else f"{parent} must exist"
+        there = parent == path or parent.exists()
+        what = "a folder, not a file" if there else f"{parent} must exist"
         yield _problem(device, what)
     elif not os.access(parent, os.W_OK | os.X_OK):
         yield _problem(device, f"{parent} must be writable")
@@ -121,7 +138,7 @@ def _block_device_problems(
         yield _problem(device, f"{path} must be a block device; file:FOLDER takes a folder")
     elif users := host.block_device_users(facts.st_rdev):
         yield _problem(device, f"a device that nothing else uses; it is {', '.join(users)}")
-    elif not os.access(path, os.R_OK | os.W_OK):
+    elif not os.access(path, os.R_OK | os.W_OK) or host.is_read_only(facts.st_rdev):
         yield _problem(device, f"{path} must be readable and writable")
     else:
         yield from _content_problems(device, path, size)
@@ -137,6 +154,14 @@ def _content_problems(
         return
     try:
         superblock = medium.recognise(opened)
+        if opened.is_block_device and opened.size < MIN_FLASH_BYTES:
+            least = format_bytes(MIN_FLASH_BYTES)
+            yield _problem(device, f"a device of at least {least}; {path} has {opened.size} bytes")
+            return
+        if superblock is not None and opened.size < superblock.size:
+            cut = f"{path} has {opened.size} bytes of {superblock.size}"
+            yield _problem(device, f"a whole container; {cut}; `kvpool format` writes an empty one")
+            return
         if opened.is_block_device and size is not None and size > opened.size:
             yield _problem(device, f"{_at_most(opened.size)}: {path} has no more")
         elif superblock is not None and size is not None and size < superblock.size:

@@ -72,6 +72,11 @@ class Host:
         """Return the id of this boot of the kernel; "" where it is not to be had."""
         return (_text(self.proc / "sys/kernel/random/boot_id") or "").strip()
 
+    def is_read_only(self, device: int) -> bool:
+        """Return whether the block device with number `device` (st_rdev) takes no writes."""
+        path = self.sys / f"dev/block/{os.major(device)}:{os.minor(device)}/ro"
+        return (_text(path) or "").strip() == "1"
+
     def block_device_users(self, device: int) -> list[str]:
         """Return who uses the block device with number `device` (st_rdev), its partitions too.
 

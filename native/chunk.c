@@ -17,7 +17,10 @@ uint8_t *chunk_keep(const struct device *device, const struct op *op) {
 int chunk_load(struct device *device, struct op *op, const uint8_t *payload) {
     op->crc = pages_scatter(op->group, op->blocks, payload);
     int result = verify(op);
-    if (result == 0 && op->request.keep != KVIO_NO_DEVICE) {
+    /* Whoever gets these pages next may read past its own tokens, masked: a NaN would pass that. */
+    if (result < 0)
+        pages_clear(op->group, op->blocks);
+    else if (op->request.keep != KVIO_NO_DEVICE) {
         memcpy(chunk_keep(device, op), payload, op->request.length);
         op->kept = true;
     }

@@ -65,6 +65,7 @@ struct group {
 };
 /* Copy between the pages of a chunk and its payload; both return the CRC32C of the payload. */
 uint32_t pages_gather(const struct group *group, const int32_t *blocks, uint8_t *payload);
+void pages_clear(const struct group *group, const int32_t *blocks);
 uint32_t pages_scatter(const struct group *group, const int32_t *blocks, const uint8_t *payload);
 
 /* ---- shape.c: a device that serves no faster than told ---- */

@@ -85,7 +85,9 @@ enum kvio_op_kind {
     KVIO_READ = 3,  /* device -> `buffer` (aligned, `length` a multiple of KVIO_ALIGN), as a load */
     KVIO_WRITE = 4, /* `buffer` -> device, as a store */
 };
-#define KVIO_FLAG_VERIFY 1u /* LOAD, MOVE: -EBADMSG where the payload's CRC32C is not `crc` */
+/* LOAD, MOVE: -EBADMSG where the payload's CRC32C is not `crc`; the pages of such a LOAD are
+ * zeroed. */
+#define KVIO_FLAG_VERIFY 1u
 typedef struct {
     uint64_t tag;         /* comes back in events */
     uint64_t offset;      /* on `device`, multiple of KVIO_ALIGN */

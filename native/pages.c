@@ -4,6 +4,7 @@
  */
 #include "crc32c.h"
 #include "internal.h"
+#include <string.h>
 
 #define AHEAD_BYTES 1024u /* of the next page, fetched while this one is copied */
 
@@ -80,6 +81,16 @@ uint32_t pages_gather(const struct group *group, const int32_t *blocks, uint8_t 
     }
     crc_fence();
     return ~crc;
+}
+
+void pages_clear(const struct group *group, const int32_t *blocks) {
+    struct walk walk = {group, blocks, 0, 0};
+    while (!walk_ended(&walk)) {
+        uint8_t *run;
+        uint64_t length = walk_run(&walk, &run);
+        if (run)
+            memset(run, 0, length);
+    }
 }
 
 uint32_t pages_scatter(const struct group *group, const int32_t *blocks, const uint8_t *payload) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from kvpool import config
 from kvpool.connectors.vllm.geometry import default_blocks_per_chunk
@@ -61,6 +63,13 @@ def complete_extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
     return extra_config
 
 
+def _unregister_metrics() -> None:
+    """Make way for a second engine in one process: vLLM takes back only metrics of its own name."""
+    for collector in {*REGISTRY._collector_to_names}:
+        if getattr(collector, "_name", "").startswith("kvpool_"):
+            REGISTRY.unregister(collector)
+
+
 class KVPoolConnector(OffloadingConnector):
     """Routes KV chunks between vLLM and the pool.
 
@@ -84,6 +93,7 @@ class KVPoolConnector(OffloadingConnector):
             self.connector_worker.spec.bind(vllm_config, kv_cache_config)
         else:
             self._announce(vllm_config)
+        self._scheduled: set[str] = set()  # in the previous step
 
     def _announce(self, vllm_config: VllmConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
@@ -155,6 +165,10 @@ class KVPoolConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens the pool holds beyond what vLLM has, and time the answer."""
+        # A reset of the cache preempts running requests and has them scheduled again at once. In
+        # that step vLLM still flushes their stores, and takes a load among them for a fault.
+        if request.status == RequestStatus.PREEMPTED and request.request_id in self._scheduled:
+            return None, False
         started_s = time.perf_counter()
         result: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
@@ -164,6 +178,7 @@ class KVPoolConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Add the pool's messages to vLLM's jobs of this step."""
+        self._scheduled = set(scheduler_output.num_scheduled_tokens)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         return KVPoolConnectorMetadata(
@@ -191,6 +206,7 @@ class KVPoolConnector(OffloadingConnector):
     ) -> KVConnectorPromMetrics:
         """Define the pool's metrics in the API process too, which makes no connector."""
         complete_extra_config(vllm_config)
+        _unregister_metrics()
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvpool.orchestrator import RequestState
 from kvpool.pool import WriteKind
+from kvpool.table import READABLE
 from kvpool.types import DeviceState, GroupGeometry, GroupKind, Key, Outcome, WorkerReport
 from tests.control.rig import (
     FULL,
@@ -68,6 +69,8 @@ class History:
         self.plane = FakeDataPlane(self.orchestrator, ranks, random.Random(seed))
         self.running: list[Running] = []
         self.started = 0
+        self.checked = 0
+        self.looker = self.orchestrator.begin("looker")
 
     def _ready(self, which: int) -> Running | None:
         ready = [request for request in self.running if not request.loading]
@@ -174,9 +177,24 @@ class History:
     def check(self) -> None:
         check_table(self.orchestrator)
         check_contiguous(self.orchestrator, DOCUMENTS, CHUNKS * TOKENS)
+        self._check_lookups()
         pool, now = pool_of(self.orchestrator), self.orchestrator.snapshot()
         storing = sum(write.kind is WriteKind.STORE for write in pool.writes.values())
         assert now.miss_chunks == now.stored_chunks + now.dropped_store_chunks + storing
+
+    def _check_lookups(self) -> None:
+        """One request that looks up all documents in turn is told what the index knows."""
+        self.checked += 1
+        document = DOCUMENTS[self.checked % len(DOCUMENTS)]
+        table = pool_of(self.orchestrator).table
+        for i, group in enumerate(self.groups):
+            for end in ends(group, 0, CHUNKS * TOKENS):
+                k = key(document, i, end)
+                expected = Outcome.MISS
+                if k in table.index:
+                    readable = table.state[table.index[k]] == READABLE
+                    expected = Outcome.HIT if readable else Outcome.PENDING
+                assert self.orchestrator.lookup(k, self.looker) is expected
 
     def end(self) -> None:
         """All requests end, all work is done: every slot that still works is free again."""

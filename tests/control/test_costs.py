@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,18 @@ from bench.control import (
 )
 from kvpool.orchestrator import Orchestrator
 from kvpool.recency import LazyHeap
-from tests.control.rig import pool_of, write_report
+from kvpool.types import Key
+from tests.control.rig import (
+    FULL,
+    TOKENS,
+    WINDOW,
+    device,
+    key,
+    make,
+    pool_of,
+    store,
+    write_report,
+)
 
 PREFIX = 64
 
@@ -55,13 +67,51 @@ def pools() -> list[Orchestrator]:
     return [holding(held) for held in (2 * PREFIX, 60 * PREFIX)]
 
 
-def test_a_look_up_is_two_calls_however_much_is_held(pools: list[Orchestrator]) -> None:
+def test_a_look_up_is_one_call_however_much_is_held(pools: list[Orchestrator]) -> None:
     keys = [chunk_key(1, i) for i in range(PREFIX)]
     costs = []
     for orchestrator in pools:
         request = orchestrator.begin("r")
         costs.append(calls(lambda: look_up(orchestrator, keys, request)))  # noqa: B023
-    assert costs[0] == costs[1] <= 2 * PREFIX + 3
+    assert costs[0] == costs[1] <= PREFIX + 4
+
+
+class CountingIndex(dict[Key, int]):
+    """An index that knows how often it is asked."""
+
+    asked = 0
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        self.asked += 1
+        return super().get(key, default)
+
+
+def counting_index(orchestrator: Orchestrator) -> CountingIndex:
+    table = pool_of(orchestrator).table
+    table.index = index = CountingIndex(table.index)
+    orchestrator._find = index.get
+    return index
+
+
+def test_the_index_is_asked_once_a_chain() -> None:
+    """Its memory is visited in no order: that is what makes look-ups dear where much is held."""
+    orchestrator = make([device("file", 400, 1.0)], groups=(WINDOW, FULL))
+    store(orchestrator, "a", PREFIX)
+    keys = [key("a", 1, (i + 1) * TOKENS) for i in range(PREFIX)]
+    index, request = counting_index(orchestrator), orchestrator.begin("r")
+    assert look_up(orchestrator, keys, request) == PREFIX
+    assert index.asked == 1
+    orchestrator.plan_load(keys, request)
+    assert index.asked == 2
+
+
+def test_plans_ask_the_index_once_a_full_group() -> None:
+    orchestrator = make([device("file", 400, 1.0)], groups=(FULL, FULL))
+    store(orchestrator, "a", PREFIX)
+    keys = [key("a", group, (i + 1) * TOKENS) for group in (0, 1) for i in range(PREFIX)]
+    index = counting_index(orchestrator)
+    orchestrator.plan_load(keys, orchestrator.begin("r"))
+    assert index.asked == 2
 
 
 def test_planning_a_load_costs_the_same_however_much_is_held(pools: list[Orchestrator]) -> None:

@@ -11,10 +11,14 @@ from kvpool.orchestrator import Orchestrator
 from kvpool.plan import merge_reports
 from kvpool.types import NO_DEVICE, Outcome, WorkerReport
 from tests.control.rig import (
+    FULL,
     TOKENS,
+    WIDE_FULL,
+    WINDOW,
     check_table,
     device,
     devices_of,
+    ends,
     held,
     hits,
     key,
@@ -101,6 +105,47 @@ def test_a_chunk_that_vanished_is_planned_as_nowhere() -> None:
     orchestrator.complete_load(request)
     assert held(orchestrator, "a", 2) == [HIT, HIT] and pinned(orchestrator) == 0
     check_table(orchestrator)
+
+
+def test_look_ups_find_branches_and_survive_resets() -> None:
+    orchestrator = make([device("file", 40, 1.0)])
+    store(orchestrator, "aab", 4)
+    store(orchestrator, "aac", 4)
+    store(orchestrator, "d", 2)
+    request = orchestrator.begin("r")
+
+    def found(document: str) -> list[bool]:
+        names = [key(document, 0, (i + 1) * TOKENS) for i in range(4)]
+        return [orchestrator.lookup(name, request) is HIT for name in names]
+
+    for document in ("aab", "aac", "aab"):
+        assert found(document) == [True] * 4
+    assert found("d") == [True, True, False, False]
+    assert found("aax") == [True, True, False, False]
+    orchestrator.reset()
+    assert found("aab") == [False] * 4
+
+
+def test_plans_find_pieces_of_chains_and_what_is_no_chain() -> None:
+    orchestrator = make([device("file", 60, 1.0)], groups=(WIDE_FULL, WINDOW, FULL))
+    stored = store(orchestrator, "a", 8)
+    other = store(orchestrator, "b", 8)
+    slot = {
+        k: int(s) for plan in (stored, other) for k, s in zip(plan.keys, plan.slot, strict=True)
+    }
+    wide = [key("a", 0, end) for end in ends(WIDE_FULL, 0, 128)]
+    window = [key("a", 1, end) for end in ends(WINDOW, 80, 128)]
+    full = [key("a", 2, end) for end in ends(FULL, 0, 128)]
+    mixed = [*full[:3], key("b", 2, 64), *full[4:]]
+    for names in ([*wide, *window, *full], [*wide[2:], *full[4:]], window, mixed, full[::-1]):
+        request = orchestrator.begin("r")
+        plan = orchestrator.plan_load(names, request)
+        assert plan.slot.tolist() == [slot[name] for name in names]
+        orchestrator.complete_load(request)
+    gone = [*full[:3], key("zz", 2, 64), *full[4:]]
+    plan = orchestrator.plan_load(gone, orchestrator.begin("r"))
+    assert plan.slot.tolist() == [slot.get(name, -1) for name in gone]
+    assert plan.group.tolist() == [2] * 8
 
 
 def test_an_empty_load_is_planned() -> None:

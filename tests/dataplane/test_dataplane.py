@@ -73,8 +73,10 @@ def test_a_chunk_that_does_not_verify_fails_alone_and_misses_after(
         file.seek(offset + 100)
         file.write(b"\xff\x00\xff\x00")
         os.fsync(file.fileno())
+    rig.pages[:] = 0xEE
     finished = rig.load(keys)
     assert finished.failed == [12]
+    assert not rig.pages[12].any(), "bytes that did not verify must not stay in a page"
     assert rig.held(keys) == 12
     assert rig.orchestrator.snapshot().devices[0].retired_slots == 1
 

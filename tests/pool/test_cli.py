@@ -172,3 +172,9 @@ def test_as_a_process(tmp_path: Path) -> None:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert answer.returncode == 1
     assert "Traceback" not in answer.stderr and answer.stderr.count("\n") == 1
+
+
+def test_probe_takes_the_smallest_modules(quick: None) -> None:
+    for size in ("2MiB", "3MiB"):
+        (module,) = json.loads(kvpool("probe", f"dram:{size}", "--json").stdout)
+        assert module["read_bandwidth_bytes_s"] > 0

@@ -115,9 +115,9 @@ REFUSED_KEYS: list[tuple[dict[str, Any], str, object, str]] = [
     ({"devices": {"dram": "1GiB"}}, "devices", "1GiB", "a list of device strings"),
     ({"placement": "serail"}, "placement", "serail", "one of " + ", ".join(PLACEMENTS)),
     ({"placement": 1}, "placement", 1, "one of "),
-    ({"blocks_per_chunk": 0}, "blocks_per_chunk", 0, "an integer >= 1"),
-    ({"blocks_per_chunk": "8"}, "blocks_per_chunk", "8", "an integer >= 1"),
-    ({"blocks_per_chunk": True}, "blocks_per_chunk", True, "an integer >= 1"),
+    ({"blocks_per_chunk": 0}, "blocks_per_chunk", 0, "an integer from 1 to 4096"),
+    ({"blocks_per_chunk": "8"}, "blocks_per_chunk", "8", "an integer from 1 to 4096"),
+    ({"blocks_per_chunk": True}, "blocks_per_chunk", True, "an integer from 1 to 4096"),
     ({"offload_prompt_only": "yes"}, "offload_prompt_only", "yes", "true or false"),
     ({"config": 3}, "config", 3, "the path of a TOML file"),
     ({"config": "/nowhere.toml"}, "config", "/nowhere.toml", "a readable file"),
@@ -195,7 +195,7 @@ def test_a_file_has_the_same_keys(tmp_path: Path) -> None:
         ('config = "b.toml"', "config", "no other file"),
         ('spec_name = "x"', "spec_name", "where vLLM reads it"),
         ('placement = "serial"', "placement", "once"),
-        ("blocks_per_chunk = 0", "blocks_per_chunk", "an integer >= 1"),
+        ("blocks_per_chunk = 0", "blocks_per_chunk", "an integer from 1 to 4096"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: str, allowed: str) -> None:

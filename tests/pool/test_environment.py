@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,35 @@ def test_users_of_a_block_device(tmp_path: Path) -> None:
     users = machine.host.block_device_users(os.makedev(8, 0))
     assert users == ["held by md127", "mounted at /srv", "held by dm-0"]
     assert machine.host.block_device_users(os.makedev(8, 16)) == []
+
+
+def test_a_container_that_was_cut_off(tmp_path: Path) -> None:
+    Container.open(tmp_path / "pool", 64 << 20).close()
+    os.truncate(tmp_path / "pool" / "container.kvpool", 32 << 20)
+    refused(f"file:{tmp_path}/pool?size=64MiB", "a whole container")
+
+
+def test_a_name_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    refused(f"file:{tmp_path}/{'a' * 300}?size=64MiB", "a path that can be looked at")
+
+
+def test_a_link_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    refused(f"file:{tmp_path}/link?size=64MiB", "a folder, not a file")
+
+
+@needs_loop_devices
+def test_small_read_only_and_twice_named_block_devices(tmp_path: Path) -> None:
+    with loop_device(tmp_path / "small", 4 << 20) as device:
+        refused(f"block:{device}", "a device of at least 8MiB")
+    with loop_device(tmp_path / "large", 64 << 20) as device:
+        facts = os.stat(device)
+        os.mknod(tmp_path / "node", facts.st_mode, facts.st_rdev)
+        pool = from_mapping({"devices": [f"block:{device}", f"block:{tmp_path}/node"]})
+        with pytest.raises(ConfigurationError, match="each device once"):
+            check_environment(pool)
+        subprocess.run(["blockdev", "--setro", str(device)], check=True)
+        try:
+            refused(f"block:{device}", "must be readable and writable")
+        finally:  # the flag would outlive the loop device
+            subprocess.run(["blockdev", "--setrw", str(device)], check=True)

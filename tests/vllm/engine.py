@@ -53,6 +53,7 @@ class Engine:
             disable_log_stats=False,
             **arguments,
         )
+        self._requests = 0
         self.core = self.llm.llm_engine.engine_core.engine_core
 
     def generate(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Tokens]:
@@ -64,6 +65,23 @@ class Engine:
             [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def submit(self, prompt: Tokens, max_tokens: int) -> str:
+        """Add a request without stepping; return its id."""
+        parameters = SamplingParams(
+            max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
+        )
+        self._requests += 1
+        name = f"request-{self._requests}"
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        return name
+
+    def finish(self, request: str) -> Tokens:
+        """Step until a submitted request has ended; return its answer."""
+        while True:
+            for output in self.llm.llm_engine.step():
+                if output.request_id == request and output.finished:
+                    return list(output.outputs[0].token_ids)
 
     def drain(self) -> None:
         """Step until every store, write and spill is acknowledged."""

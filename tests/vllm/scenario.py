@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,41 @@ def broken(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def corrupted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answers after a round in which no chunk verified, and all requests ended with errors."""
+    engine = start(arguments, pool_config(arguments))
+    prompts = [random_prompt(length, 4) for length in (500, 1000, 1344)]
+    before = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+    engine.forget()
+    with arguments.broken_file.open("r+b") as file:
+        file.seek(5 << 20)
+        # Random bits hold NaNs and infinities, which masks do not keep out.
+        file.write(random.Random(1).randbytes(os.path.getsize(arguments.broken_file) - (5 << 20)))
+        file.flush()
+        os.fsync(file.fileno())
+    failed = engine.generate(prompts, ANSWER_TOKENS)
+    engine.forget()
+    return {"before": before, "failed": failed, "after": engine.generate(prompts, ANSWER_TOKENS)}
+
+
+def reset_running(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answer of a request whose KV is reset while it runs and its prefix is in the pool."""
+    engine = start(arguments, pool_config(arguments))
+    prompt = random_prompt(1000, 1)
+    before = engine.generate([prompt], 20)[0]
+    engine.forget()
+    request = engine.submit(prompt, 20)
+    while not engine.core.scheduler.running:
+        engine.llm.llm_engine.step()
+    for _ in range(2):
+        engine.llm.llm_engine.step()
+    engine.llm.reset_prefix_cache(reset_running_requests=True)
+    after = engine.finish(request)
+    hits = engine.metric("kvpool_hit_tokens_total")
+    engine.drain()
+    return {"before": before, "after": after, "hits": hits}
+
+
 def with_wrong_block(engine: Engine, prompts: list[Tokens], group: int) -> list[Tokens]:
     """Answer the prompts while the last chunk of `group` in each load is another chunk's."""
     answers = []
@@ -201,6 +237,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "plain": plain,
     "pool": pool,
     "broken": broken,
+    "corrupted": corrupted,
+    "reset_running": reset_running,
     "page_bytes": page_bytes,
     "metrics": metrics,
     "refused": refused,
