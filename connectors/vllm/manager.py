@@ -158,8 +158,8 @@ class KVPoolManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget everything: the weights may have been swapped."""
         if self._orchestrator is not None:
+            # Spills that were decided still go out: their slots wait for an acknowledgement.
             self._orchestrator.reset()
-            self._moves.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what changed since the last call, for `/metrics`."""
