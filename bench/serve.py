@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -74,11 +75,19 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion: its token ids, seconds to the first of them and to the last."""
+    """One completion: token ids, their log-probabilities, seconds to the first and to the last."""
 
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     ttft_s: float
     total_s: float
+
+    def difference(self, other: Answer) -> float:
+        """Return the largest difference of log-probabilities; infinite where tokens differ."""
+        if self.tokens != other.tokens:
+            return math.inf
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(mine - theirs) for mine, theirs in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +265,7 @@ class Server:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
-                # Token ids by way of logprobs: `return_token_ids` would send the prompt's back.
+                # The answer's token ids too: `return_token_ids` would send the prompt's back.
                 "logprobs": 0,
                 "return_tokens_as_token_ids": True,
             }
@@ -413,6 +422,7 @@ def _living_members(group: int) -> list[int]:
 
 def _read_stream(response: http.client.HTTPResponse, started_s: float) -> Answer:
     tokens: list[int] = []
+    logprobs: list[float] = []
     ttft_s = 0.0
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -421,10 +431,11 @@ def _read_stream(response: http.client.HTTPResponse, started_s: float) -> Answer
         if "error" in event:
             raise ServerError(f"/v1/completions: {event['error']}")
         for choice in event["choices"]:
-            words = (choice.get("logprobs") or {}).get("tokens") or []
-            if words and not tokens:
+            parts = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
+            if parts["tokens"] and not tokens:
                 ttft_s = time.perf_counter() - started_s
-            tokens += [int(word.removeprefix("token_id:")) for word in words]
+            tokens += [int(word.removeprefix("token_id:")) for word in parts["tokens"]]
+            logprobs += parts["token_logprobs"]
     if not tokens:
         raise ServerError("/v1/completions: the answer had no tokens")
-    return Answer(tuple(tokens), ttft_s, time.perf_counter() - started_s)
+    return Answer(tuple(tokens), tuple(logprobs), ttft_s, time.perf_counter() - started_s)

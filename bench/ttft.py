@@ -60,6 +60,7 @@ from kvpool.medium import FILE_NAME
 from kvpool.units import format_bytes
 
 READ_OFFSET_BYTES = 5 << 20  # what follows in a container has been written: measurements, chunks
+COPY_BUFFER_BYTES = 256 << 20  # larger than the processor's caches
 TARGET_RATIO, AIM_RATIO = 1.5, 1.1
 
 
@@ -97,7 +98,7 @@ class Devices:
 
     def __init__(self, devices: Mapping[str, DeviceConfig]) -> None:
         self._devices = devices
-        self._buffers: dict[str, tuple[ceilings.UInt8, ceilings.UInt8]] = {}
+        self._mapped: dict[str, tuple[ceilings.UInt8, ceilings.UInt8]] = {}
 
     def reads_between(self, before: Metrics, after: Metrics) -> list[Traffic]:
         """Return what was read of each device, by short name, where anything was."""
@@ -114,23 +115,26 @@ class Devices:
         Copies in memory and O_DIRECT reads of the containers run at once; the last one counts.
         """
         works = [self._work(self._devices[item.device], item.bytes) for item in traffic]
-        return max(part.seconds for part in ceilings.measure(works))
+        measured = ceilings.measure(works)
+        assert [part.bytes for part in measured] == [item.bytes for item in traffic]
+        return max(part.seconds for part in measured)
 
     def _work(self, device: DeviceConfig, size_bytes: int) -> ceilings.CopyWork | ceilings.ReadWork:
         if device.kind == "dram":
-            source, destination = self._pair(device.name, size_bytes)
+            source, destination = self._buffers(device.name, size_bytes)
             threads = device.threads or default_threads(Host().cpus(device.numa))
-            return ceilings.CopyWork(source, destination, CHUNK_BYTES, threads)
+            return ceilings.CopyWork(source, destination, bytes=size_bytes, threads=threads)
         path = Path(device.path) / (FILE_NAME if device.kind == "file" else "")
         ends = range(READ_OFFSET_BYTES, READ_OFFSET_BYTES + size_bytes, CHUNK_BYTES)
         return ceilings.ReadWork(path, [(offset, CHUNK_BYTES) for offset in ends])
 
-    def _pair(self, name: str, size_bytes: int) -> tuple[ceilings.UInt8, ceilings.UInt8]:
-        pair = self._buffers.get(name)
-        if pair is None or pair[0].size < size_bytes:
-            pair = ceilings.map_buffer(size_bytes).memory, ceilings.map_buffer(size_bytes).memory
-            self._buffers[name] = pair
-        return pair[0][:size_bytes], pair[1][:size_bytes]
+    def _buffers(self, name: str, size_bytes: int) -> tuple[ceilings.UInt8, ceilings.UInt8]:
+        size_bytes = min(size_bytes, COPY_BUFFER_BYTES)
+        if name not in self._mapped:
+            source, destination = (ceilings.map_buffer(COPY_BUFFER_BYTES).memory for _ in range(2))
+            self._mapped[name] = source, destination
+        source, destination = self._mapped[name]
+        return source[:size_bytes], destination[:size_bytes]
 
 
 def measure_hits(
@@ -291,6 +295,7 @@ class Plan:
     repeat: int
     concurrency: Sequence[int]
     devices: Sequence[DeviceConfig]
+    pool_only: bool
 
     def run(self, console: Console) -> tuple[dict[str, Samples], bool]:
         """Return the samples of each configuration, and whether the control differed."""
@@ -302,7 +307,8 @@ class Plan:
             for count in (count for count in self.concurrency if count > 1):
                 name = f"pool, {count} at once"
                 results[name] = self._hits(name, rig, self._prompts(count), console)
-        for device_name, device in named.items() if len(named) > 1 else ():
+        single = named if len(named) > 1 and not self.pool_only else {}
+        for device_name, device in single.items():
             name = f"{device_name} alone"
             whole = alone(device, stored_bytes(self.context_tokens))
             with self._server(name, {device_name: whole}, console) as rig:
@@ -345,7 +351,14 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             devices = _devices(arguments, stack)
-            plan = Plan(arguments.context, seed, arguments.repeat, arguments.concurrency, devices)
+            plan = Plan(
+                context_tokens=arguments.context,
+                seed=seed,
+                repeat=arguments.repeat,
+                concurrency=arguments.concurrency,
+                devices=devices,
+                pool_only=arguments.pool_only,
+            )
             results, differs = plan.run(console)
     except (ConfigurationError, EmulationError) as error:
         print(f"ttft: {error}", file=sys.stderr)
@@ -440,6 +453,9 @@ def _parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="K",
         help="also K prompts at once, of context/K tokens each: the same bytes",
+    )
+    parser.add_argument(
+        "--pool-only", action="store_true", help="not each device alone: each computes the prompt"
     )
     parser.add_argument("--repeat", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, help="of the prompts; a new one each time if absent")
