@@ -27,6 +27,7 @@ from bench.serve import (
     BUILD_FOLDER,
     CHUNK_TOKENS,
     DRAM_SHARE,
+    LOGPROB_TOLERANCE,
     Answer,
     Metrics,
     OneLineParser,
@@ -64,6 +65,11 @@ class Run:
         return self.computed.tokens == self.pool.tokens == self.in_engine.tokens
 
     @property
+    def logprob_difference(self) -> float:
+        """How far the log-probabilities of the answers are apart; infinite where tokens differ."""
+        return max(answer.difference(self.computed) for answer in (self.pool, self.in_engine))
+
+    @property
     def pool_bytes(self) -> int:
         """Payload bytes that came from the pool."""
         return sum(item.bytes for item in self.traffic)
@@ -96,7 +102,8 @@ def show(run: Run, context_tokens: int, console: Console) -> None:
     console.print(
         f"from the pool: {format_bytes(run.pool_bytes)} of {format_bytes(whole)};"
         f" tokens {'the same' if run.tokens_equal else 'DIFFER'}:"
-        f" {' '.join(map(str, run.pool.tokens))}",
+        f" {' '.join(map(str, run.pool.tokens))}; log-probabilities differ by"
+        f" {run.logprob_difference:.1g} at most",
         highlight=False,
     )
 
@@ -109,6 +116,11 @@ def verdict(run: Run) -> str:
         return (
             f"the tokens differ: computed {run.computed.tokens}, from the pool {run.pool.tokens},"
             f" from vLLM's own cache {run.in_engine.tokens}"
+        )
+    if run.logprob_difference > LOGPROB_TOLERANCE:
+        return (
+            f"the log-probabilities differ by {run.logprob_difference:.1g}, allowed are"
+            f" {LOGPROB_TOLERANCE}: the KV is not the same"
         )
     return ""
 
@@ -123,6 +135,7 @@ def describe(run: Run) -> dict[str, Any]:
         },
         "tokens_equal": run.tokens_equal,
         "tokens": list(run.pool.tokens),
+        "logprob_difference": run.logprob_difference if run.tokens_equal else None,
         "pool_bytes": run.pool_bytes,
         "devices": [
             {

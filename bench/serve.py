@@ -39,6 +39,9 @@ CHUNK_BYTES = CHUNK_TOKENS * KV_BYTES_PER_TOKEN
 # the pool then compute the same few tokens, and what differs is the load.
 TAIL_TOKENS = 35
 ANSWER_TOKENS = 8
+# Over a long context a model of random weights says the same tokens whatever a block holds; the
+# log-probabilities tell: a hit repeats them to 1e-5, another block moves them by 1e-2 or more.
+LOGPROB_TOLERANCE = 1e-3
 MIN_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 4 * CHUNK_TOKENS, 131072
 DRAM_SHARE = 0.6
 CONTAINER_MARGIN_BYTES = 128 << 20  # metadata, the area for measurements, a few chunks

@@ -7,13 +7,15 @@ and the devices' ceiling take turns, so that the machine's moods strike all of t
 the same few tokens in both caches: what it takes longer from the pool is the load.
 
 What would prove the figures wrong: a hit that read fewer bytes than the prompt's chunks hold (the
-run fails), other tokens than computed (`tokens_equal`), an answer that does not depend on the KV
-(`control_differs`), a ceiling that was not measured next to the hits.
+run fails), tokens or log-probabilities other than computed (`tokens_equal`, `logprob_difference`),
+an answer that does not depend on the KV (`control_differs`), a ceiling that was not measured next
+to the hits.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -35,6 +37,7 @@ from bench.serve import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
     CONTAINER_MARGIN_BYTES,
+    LOGPROB_TOLERANCE,
     MAX_CONTEXT_TOKENS,
     TAIL_TOKENS,
     Answer,
@@ -79,7 +82,12 @@ class Samples:
     in_engine_s: list[float] = field(default_factory=list)
     ceiling_s: list[float] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
-    tokens_equal: bool = True
+    logprob_difference: float = 0.0  # of any hit from what was computed
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether every hit answered with the computed tokens."""
+        return self.logprob_difference < math.inf
 
     @property
     def bytes(self) -> int:
@@ -162,25 +170,23 @@ def measure_hits(
         ):
             all_s += [answer.ttft_s for answer in answers]
             mean_s.append(sum(answer.ttft_s for answer in answers) / len(answers))
-            samples.tokens_equal &= _tokens(answers) == _tokens(samples.computed)
+            for answer, computed in zip(answers, samples.computed, strict=True):
+                apart = answer.difference(computed)
+                samples.logprob_difference = max(samples.logprob_difference, apart)
     return samples
 
 
 def control_differs(server: Server, prompt: Sequence[int], computed: Answer, seed: int) -> bool:
-    """Return whether another last chunk changes the answer: equal tokens mean nothing if not."""
+    """Return whether another last chunk changes the answer: equal ones mean nothing if not."""
     start = len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS - CHUNK_TOKENS
     other = make_prompt(CHUNK_TOKENS, seed + 1)[:CHUNK_TOKENS]
     changed = [*prompt[:start], *other, *prompt[start + CHUNK_TOKENS :]]
-    return server.complete(changed).tokens != computed.tokens
+    return server.complete(changed).difference(computed) > LOGPROB_TOLERANCE
 
 
 def _ask(server: Server, prompts: Sequence[Sequence[int]]) -> list[Answer]:
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(server.complete, prompts))
-
-
-def _tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
-    return [answer.tokens for answer in answers]
 
 
 # ---- configurations ----
@@ -380,12 +386,13 @@ def _report(
     ratio, ceiling_s = summarize(pool.overhead_ratios), summarize(pool.ceiling_s).median
     computed_s = pool.computed[0].ttft_s
     title = f"TTFT of {plan.context_tokens:,} tokens (computed: {computed_s:.1f} s)"
-    equal = all(samples.tokens_equal for samples in results.values())
+    apart = max(samples.logprob_difference for samples in results.values())
     console.print(table(title, figures(results)))
     console.print(
         f"pool - in-engine = {ratio.median:.2f} ({ratio.min:.2f}..{ratio.max:.2f}) x the devices'"
         f" {ceiling_s:.4f} s for {format_bytes(pool.bytes)} (target {TARGET_RATIO}, aim"
-        f" {AIM_RATIO}); tokens {'equal' if equal else 'DIFFER'}, control"
+        f" {AIM_RATIO}); tokens {'equal' if apart < math.inf else 'DIFFER'}, log-probabilities"
+        f" within {apart:.1g}, control"
         f" {'differs' if differs else 'DOES NOT DIFFER'}"
     )
     if arguments.json:
@@ -396,7 +403,8 @@ def _report(
             "seed": plan.seed,
             "devices": [str(device) for device in plan.devices],
             "rows": describe(results),
-            "tokens_equal": equal,
+            "tokens_equal": apart < math.inf,
+            "logprob_difference": apart if apart < math.inf else None,
             "control_differs": differs,
             "bytes_over_ceiling_s": ceiling_s,
             "overhead_ratio": ratio.median,
@@ -407,7 +415,7 @@ def _report(
     if arguments.chart:
         arguments.chart.parent.mkdir(parents=True, exist_ok=True)
         chart(arguments.chart, title, figures(results))
-    return 0 if equal and differs else 1
+    return 0 if apart <= LOGPROB_TOLERANCE and differs else 1
 
 
 def _devices(arguments: argparse.Namespace, stack: ExitStack) -> list[DeviceConfig]:

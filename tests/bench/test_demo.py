@@ -14,6 +14,7 @@ from bench import demo
 from bench.serve import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
+    LOGPROB_TOLERANCE,
     TAIL_TOKENS,
     Answer,
     Traffic,
@@ -45,11 +46,11 @@ kvpool_read_busy_seconds_total{device="dram",rank="0"} 0.5
 """
 
 
-def run_of(computed: tuple[int, ...], pool: tuple[int, ...], size_bytes: int) -> demo.Run:
-    answer = Answer(computed, 1.0, 2.0)
+def run_of(pool: tuple[int, ...], logprob: float, size_bytes: int) -> demo.Run:
+    answer = Answer((1, 2), (-0.5, -0.5), 1.0, 2.0)
     return demo.Run(
         computed=answer,
-        pool=replace(answer, tokens=pool),
+        pool=replace(answer, tokens=pool, logprobs=(-0.5, logprob)),
         in_engine=answer,
         traffic=[Traffic("dram", size_bytes, 0.1)],
         metrics=parse_metrics(AFTER),
@@ -83,9 +84,10 @@ def test_bad_input_is_refused_with_one_line(
 
 
 def test_verdict_names_what_is_wrong() -> None:
-    assert demo.verdict(run_of((1, 2), (1, 2), 1)) == ""
-    assert "differ" in demo.verdict(run_of((1, 2), (1, 3), 1))
-    assert "nothing came from the pool" in demo.verdict(run_of((1, 2), (1, 2), 0))
+    assert demo.verdict(run_of((1, 2), -0.500001, 1)) == ""
+    assert "the tokens differ" in demo.verdict(run_of((1, 3), -0.5, 1))
+    assert "log-probabilities differ by 0.3" in demo.verdict(run_of((1, 2), -0.8, 1))
+    assert "nothing came from the pool" in demo.verdict(run_of((1, 2), -0.5, 0))
 
 
 def test_reads_between_two_readings_are_summed_over_ranks() -> None:
@@ -120,6 +122,7 @@ def test_demo_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(result.read_text())
     assert content["tokens_equal"] is True
+    assert content["logprob_difference"] <= LOGPROB_TOLERANCE
     assert content["pool_bytes"] == stored_bytes(2048)
     assert [device["bytes"] > 0 for device in content["devices"]] == [True, True]
     assert set(content["ttft_s"]) == {"computed", "pool", "in_engine"}

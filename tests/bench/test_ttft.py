@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def samples_of(pool_s: list[float], ceiling_s: list[float]) -> ttft.Samples:
     return ttft.Samples(
-        computed=[Answer((1,), 9.0, 9.0)],
+        computed=[Answer((1,), (-0.5,), 9.0, 9.0)],
         ttft_s=pool_s,
         in_engine_ttft_s=[0.1] * len(pool_s),
         pool_s=pool_s,
