@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 CONNECTOR_NAME = "KVPoolConnector"
+
+# The CPUs of this process before vLLM's CPU worker binds the calling thread to some of them.
+PROCESS_CPUS = os.sched_getaffinity(0)
 
 
 def register() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +29,7 @@ from kvpool.connectors.vllm.accelerator import (
 from kvpool.connectors.vllm.geometry import build_geometry
 from kvpool.connectors.vllm.messages import KVPoolHandshake, LoadSpec, StoreSpec
 from kvpool.connectors.vllm.namespace import namespace_digest
+from kvpool.connectors.vllm.plugin import PROCESS_CPUS
 from kvpool.dataplane import DataPlane
 from kvpool.devices import open_device
 from kvpool.devices.base import Device
@@ -63,21 +67,22 @@ class KVPoolWorker(OffloadingWorker):
         slot_bytes = self._geometry.slot_bytes
         engine = native.Engine(slot_bytes, store_buffers=max(4, STORE_STAGING_BYTES // slot_bytes))
         namespace = namespace_digest(vllm_config, self._geometry)
-        devices = []
+        devices: list[Device] = []
         try:
-            for device_config in config.devices:
-                devices.append(
-                    open_device(
-                        device_config,
-                        engine,
-                        namespace=namespace,
-                        rank=parallel.rank,
-                        ranks=parallel.world_size,
-                        owner=parallel.data_parallel_index,
-                        slot_bytes=slot_bytes,
+            with process_cpus():
+                for device_config in config.devices:
+                    devices.append(
+                        open_device(
+                            device_config,
+                            engine,
+                            namespace=namespace,
+                            rank=parallel.rank,
+                            ranks=parallel.world_size,
+                            owner=parallel.data_parallel_index,
+                            slot_bytes=slot_bytes,
+                        )
                     )
-                )
-            profiles = probe.measure(engine, devices)
+                profiles = probe.measure(engine, devices)
         except BaseException:
             engine.close()
             for device in devices:
@@ -155,6 +160,21 @@ class KVPoolWorker(OffloadingWorker):
         """Return what happened since the last call, None where nothing did."""
         report = self._data_plane.take_report()
         return None if report == WorkerReport() else report
+
+
+@contextmanager
+def process_cpus() -> Iterator[None]:
+    """Let threads that are started inside run on all CPUs of the process.
+
+    vLLM's CPU worker binds the calling thread to the cores that compute. Threads inherit that, and
+    would share those cores with the forward pass while others idle.
+    """
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, PROCESS_CPUS)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def build_plane(

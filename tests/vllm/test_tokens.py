@@ -69,7 +69,10 @@ def test_a_chat_is_equal_and_its_own_answers_are_hit(answers: dict[str, Any]) ->
     assert answers["pool"]["first"]["chat"] == answers["plain"]["chat"]
     hits = answers["pool"]["chat_hits"]
     assert hits[0] == 0
-    assert 0 < hits[1] < hits[2]
+    assert 0 < hits[1] <= hits[2]
+    # With windows vLLM offers the chunks of an answer at fixed boundaries only.
+    if MODEL_HINTS[answers["case"][0]]["kv_groups"] == 1:
+        assert hits[1] < hits[2]
 
 
 def test_one_wrong_block_changes_the_answer_in_every_group(answers: dict[str, Any]) -> None:

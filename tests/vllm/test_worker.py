@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvpool.connectors.vllm.worker import chunk_blocks
+from kvpool.connectors.vllm.plugin import PROCESS_CPUS
+from kvpool.connectors.vllm.worker import chunk_blocks, process_cpus
 from kvpool.types import Geometry, GroupGeometry, GroupKind
 
 pytestmark = pytest.mark.vllm
@@ -55,3 +59,19 @@ def test_a_load_whose_blocks_do_not_fit_its_chunks_gives_none() -> None:
 
 def test_a_load_without_blocks_wants_nothing() -> None:
     assert blocks([], [0, 0], [0, 0], [], whole=False) == []
+
+
+def test_threads_of_the_pool_may_use_all_cpus_of_the_process() -> None:
+    """vLLM's CPU worker binds the thread that makes the pool."""
+    before, one = os.sched_getaffinity(0), {min(PROCESS_CPUS)}
+    seen: list[set[int]] = []
+    os.sched_setaffinity(0, one)
+    try:
+        with process_cpus():
+            thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen == [PROCESS_CPUS]
