@@ -50,7 +50,7 @@ _LOOKUP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 # Metric -> field of DeviceCounters.
 _RANK_COUNTERS = {
     Metric("kvpool_read_bytes_total", _COUNTER, "Payload bytes read.", _RANK): "bytes_read",
-    Metric("kvpool_written_bytes_total", _COUNTER, "Payload bytes written.", _RANK): (
+    Metric("kvpool_written_bytes_total", _COUNTER, "Bytes written, headers included.", _RANK): (
         "bytes_written"
     ),
     Metric(

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import vllm
 
+from kvpool.layout import FORMAT_VERSION
 from kvpool.types import Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-FORMAT_VERSION = 1
 
 
 def model_identity(vllm_config: VllmConfig) -> dict[str, object]:
