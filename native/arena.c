@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Arenas: reserved huge pages, else transparent ones, else plain pages; bound to a NUMA node and
- * faulted in at once. An arena lies between two guard pages, so that it is a mapping of its own
- * (in /proc/self/smaps too) and overruns are caught.
+ * faulted in at once. One of ordinary memory lies between two guard pages, so that it is a mapping
+ * of its own (in /proc/self/smaps too) and overruns are caught.
+ *
+ * Never MAP_FIXED: where it fails, what lay there may be gone, and another thread's mapping may
+ * have taken the place by the time that one tries again.
  */
 #include "internal.h"
 #include <errno.h>
@@ -78,34 +81,30 @@ static int fault_in(uint8_t *memory, uint64_t length, bool safe) {
 }
 
 /* ---- what the pages are ---- */
-/* Share of the mapping at `memory`, in bytes: *reserved and *transparent. */
-static int read_page_types(const void *memory, uint64_t *reserved, uint64_t *transparent) {
+/* Bytes of transparent huge pages in the mapping at `memory`. */
+static int read_transparent_bytes(const void *memory, uint64_t *bytes) {
     FILE *maps = fopen("/proc/self/smaps", "re");
     if (!maps)
         return -errno;
     char line[256];
     bool ours = false;
-    *reserved = *transparent = 0;
+    *bytes = 0;
     while (fgets(line, sizeof line, maps)) {
         uint64_t start, end, kilobytes;
         if (sscanf(line, "%" SCNx64 "-%" SCNx64 " ", &start, &end) == 2)
             ours = start <= (uintptr_t)memory && (uintptr_t)memory < end;
         else if (ours && sscanf(line, "AnonHugePages: %" SCNu64, &kilobytes) == 1)
-            *transparent += kilobytes << 10;
-        else if (ours && sscanf(line, "Private_Hugetlb: %" SCNu64, &kilobytes) == 1)
-            *reserved += kilobytes << 10;
+            *bytes += kilobytes << 10;
     }
     fclose(maps);
     return 0;
 }
 
 static uint32_t page_type_of(const void *memory, uint64_t length) {
-    uint64_t reserved, transparent, enough = length / 10 * 9;
-    if (read_page_types(memory, &reserved, &transparent) < 0)
+    uint64_t transparent;
+    if (read_transparent_bytes(memory, &transparent) < 0)
         return KVIO_PAGES_PLAIN;
-    if (reserved >= enough)
-        return KVIO_PAGES_RESERVED;
-    return transparent >= enough ? KVIO_PAGES_TRANSPARENT : KVIO_PAGES_PLAIN;
+    return transparent >= length / 10 * 9 ? KVIO_PAGES_TRANSPARENT : KVIO_PAGES_PLAIN;
 }
 
 /* ---- mapping ---- */
@@ -138,10 +137,24 @@ static bool memory_available(uint64_t length) {
     return length >> 10 <= kilobytes;
 }
 
+static int populate_on(uint8_t *memory, uint64_t length, int32_t *numa_node, bool safe) {
+    int result = bind_memory(memory, length, numa_node);
+    return result < 0 ? result : fault_in(memory, length, safe);
+}
+
+static int map_reserved(uint64_t length, kvio_arena *arena) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | (21 << MAP_HUGE_SHIFT);
+    uint8_t *memory = mmap(NULL, length, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (memory == MAP_FAILED)
+        return -errno;
+    *arena = (kvio_arena){memory, length, KVIO_PAGES_RESERVED, arena->numa_node};
+    return populate_on(memory, length, &arena->numa_node, true);
+}
+
 /* Address space for `length` bytes, aligned to 2 MiB, with a page before and after. */
 static uint8_t *reserve(uint64_t length) {
     uint64_t all = length + 2 * HUGE_BYTES;
-    uint8_t *start = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *start = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED)
         return NULL;
     uintptr_t aligned = ((uintptr_t)start + KVIO_ALIGN + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
@@ -153,16 +166,24 @@ static uint8_t *reserve(uint64_t length) {
     return memory;
 }
 
-static int fill(uint8_t *memory, uint64_t length, int32_t *numa_node, int huge_flags) {
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | huge_flags;
-    if (mmap(memory, length, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED)
+static int map_guarded(uint64_t length, kvio_arena *arena) {
+    uint8_t *memory = memory_available(length) ? reserve(length) : NULL;
+    if (!memory)
+        return -ENOMEM;
+    *arena = (kvio_arena){memory, length, KVIO_PAGES_PLAIN, arena->numa_node};
+    if (mprotect(memory, length, PROT_READ | PROT_WRITE) < 0)
         return -errno;
-    int result = bind_memory(memory, length, numa_node);
-    if (result < 0)
-        return result;
-    if (!huge_flags)
-        (void)madvise(memory, length, MADV_HUGEPAGE); /* plain pages where there are none */
-    return fault_in(memory, length, huge_flags != 0);
+    (void)madvise(memory, length, MADV_HUGEPAGE); /* plain pages where there are none */
+    int result = populate_on(memory, length, &arena->numa_node, false);
+    arena->page_type = page_type_of(memory, length);
+    return result;
+}
+
+static int map_with(int (*map)(uint64_t, kvio_arena *), uint64_t length, kvio_arena *arena) {
+    int result = map(length, arena);
+    if (result < 0 && arena->memory)
+        kvio_arena_unmap(arena);
+    return result;
 }
 
 int kvio_arena_map(uint64_t length, int32_t numa_node, kvio_arena *arena) {
@@ -171,22 +192,15 @@ int kvio_arena_map(uint64_t length, int32_t numa_node, kvio_arena *arena) {
     if (numa_node >= 0 && !numa_node_exists(numa_node))
         return -EINVAL;
     length = (length + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
-    uint8_t *memory = reserve(length);
-    if (!memory)
-        return -ENOMEM;
-    kvio_arena mapped = {.memory = memory, .length = length, .numa_node = numa_node};
-    int result = fill(memory, length, &mapped.numa_node, MAP_HUGETLB | (21 << MAP_HUGE_SHIFT));
+    kvio_arena mapped = {.numa_node = numa_node};
+    int result = map_with(map_reserved, length, &mapped);
     if (result < 0) {
         mapped.numa_node = numa_node;
-        result = memory_available(length) ? fill(memory, length, &mapped.numa_node, 0) : -ENOMEM;
+        result = map_with(map_guarded, length, &mapped);
     }
-    if (result < 0) {
-        kvio_arena_unmap(&mapped);
-        return result;
-    }
-    mapped.page_type = page_type_of(memory, length);
-    *arena = mapped;
-    return 0;
+    if (result == 0)
+        *arena = mapped;
+    return result;
 }
 
 int kvio_arena_unmap(kvio_arena *arena) {
@@ -194,8 +208,10 @@ int kvio_arena_unmap(kvio_arena *arena) {
         return -EINVAL;
     uint8_t *memory = arena->memory;
     int result = munmap(memory, arena->length) < 0 ? -errno : 0;
-    munmap(memory - KVIO_ALIGN, KVIO_ALIGN);
-    munmap(memory + arena->length, KVIO_ALIGN);
+    if (arena->page_type != KVIO_PAGES_RESERVED) {
+        munmap(memory - KVIO_ALIGN, KVIO_ALIGN);
+        munmap(memory + arena->length, KVIO_ALIGN);
+    }
     memset(arena, 0, sizeof *arena);
     return result;
 }
