@@ -38,7 +38,7 @@ from kvpool.plan import LoadPlan, StorePlan
 from kvpool.units import parse_bytes
 
 DEFAULT_MODEL = "llama-3.1-8b"
-COPY_BUFFER_BYTES = 512 << 20  # at most; far larger than the processor's caches
+COPY_BUFFER_BYTES = 2 << 30  # at most; a stretch is no longer, so no page is copied twice
 
 Places = LoadPlan | StorePlan
 """`group`, `device` and `slot` of the chunks of a stretch, in its order."""

@@ -23,7 +23,7 @@ from kvpool.types import Key
 
 MAX_MEMORY_BYTES = 2 << 30  # of KV pages; a longer prefix goes through them in stretches
 STALLED_S = 120.0
-POLL_S = 0.002  # an engine polls once a step, not for every chunk; no figure contains it
+POLL_S = 0.01  # an engine polls once a step, not for every chunk; no figure contains it
 NAMESPACE = hashlib.sha256(b"kvpool benchmark of retrieval").digest()
 
 Int32 = npt.NDArray[np.int32]
