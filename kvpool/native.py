@@ -27,8 +27,8 @@ ALIGN = 4096
 """Offsets, READ and WRITE buffers and their lengths are multiples of this, in bytes."""
 NO_DEVICE = 0xFFFFFFFF
 KIND_LOAD, KIND_STORE, KIND_MOVE, KIND_READ, KIND_WRITE = range(5)
-FLAG_VERIFY = 1
-EVENT_STAGED, EVENT_DONE = range(2)
+FLAG_VERIFY, FLAG_UNCHECKED = 1, 2
+EVENT_STAGED, EVENT_DONE, EVENT_ABANDONED = range(3)
 
 OP_DTYPE = np.dtype(
     [(name, "<u8") for name in ("tag", "offset", "keep_offset", "buffer")]
@@ -78,6 +78,11 @@ class Statistics(NamedTuple):
     write_failures: int
     checksum_failures: int
     queue_depth: int
+
+    @property
+    def done(self) -> tuple[int, ...]:
+        """What changes when an operation ends, well or not; busy times grow while none does."""
+        return (*self[:2], *self[6:9])
 
 
 class _Arena(ctypes.Structure):
@@ -139,6 +144,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: result, arguments...
     "kvio_add_group": (_I32, _P, _U32, _P, _P, _P, _U32),
     "kvio_submit": (_I32, _P, _P, _U32, _P, _U32),
     "kvio_cancel_stores": (_I32, _P, _U64, _U64),
+    "kvio_abandon_loads": (_I32, _P, _U32),
     "kvio_poll": (_I32, _P, _P, _U32),
     "kvio_wait": (_I32, _P, _U32),
     "kvio_device_statistics": (_I32, _P, _U32, ctypes.POINTER(_Statistics)),
@@ -380,6 +386,15 @@ class Engine:
         """Drop stores that are not staged, tags first_tag to last_tag; return how many."""
         result = self._native.kvio_cancel_stores(self._engine, first_tag, last_tag)
         return check(result, f"cancel of stores {first_tag} to {last_tag}")
+
+    def abandon_loads(self, device: int) -> int:
+        """Give up the loads of a device that does not answer; return how many those are.
+
+        They end in ABANDONED events or, where they waited, DONE (ETIMEDOUT), and do not touch
+        pages any more.
+        """
+        result = self._native.kvio_abandon_loads(self._engine, device)
+        return check(result, f"abandoned loads of device {device}")
 
     def poll(self, capacity: int = 4096) -> npt.NDArray[np.void]:
         """Return up to `capacity` events (EVENT_DTYPE) at once, maybe none."""

@@ -15,7 +15,10 @@ uint8_t *chunk_keep(const struct device *device, const struct op *op) {
 }
 
 int chunk_load(struct device *device, struct op *op, const uint8_t *payload) {
-    op->crc = pages_scatter(op->group, op->blocks, payload);
+    if (!load_may_scatter(device, op))
+        return -ETIMEDOUT;
+    op->crc =
+        pages_scatter(op->group, op->blocks, payload, op->request.flags & KVIO_FLAG_UNCHECKED);
     int result = verify(op);
     /* Whoever gets these pages next may read past its own tokens, masked: a NaN would pass that. */
     if (result < 0)

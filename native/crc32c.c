@@ -17,7 +17,7 @@
 #define ROUND_BYTES (ROUND_LINES * 192u)
 #define PREFETCH_BYTES 4096u
 
-enum how { CHECK, COPY, STREAM };
+enum how { CHECK, COPY, STREAM, STREAM_ALONE };
 
 static uint32_t slices[8][256];                   /* slices[i][b]: byte b, then i zero bytes */
 static uint64_t line_shifts[2 * ROUND_LINES + 1]; /* multipliers: n lines of zero bytes on */
@@ -59,7 +59,15 @@ static uint32_t portable_copy(uint32_t crc, uint8_t *to, const uint8_t *from, si
     return crc;
 }
 
-static const struct crc_kernel portable_kernel = {portable_check, portable_copy, portable_copy};
+static uint32_t portable_alone(uint32_t crc, uint8_t *to, const uint8_t *from, size_t length,
+                               const uint8_t *end) {
+    (void)end;
+    memcpy(to, from, length);
+    return crc;
+}
+
+static const struct crc_kernel portable_kernel = {portable_check, portable_copy, portable_copy,
+                                                  portable_alone};
 
 /* ---- x86-64: crc32 and carry-less multiplication, with 16 or 32 byte copies ---- */
 #if defined(__x86_64__)

@@ -16,6 +16,14 @@
 TARGET static inline __attribute__((always_inline)) uint32_t
 KERNEL(round)(uint32_t crc, uint8_t *to, const uint8_t *from, const uint8_t *end, unsigned lines,
               enum how how) {
+    if (how == STREAM_ALONE) {
+        for (unsigned i = 0; i < 192 * lines; i += 64) {
+            if (from + i + PREFETCH_BYTES + 64 <= end)
+                __builtin_prefetch(from + i + PREFETCH_BYTES);
+            COPY_LINE(to + i, from + i, STREAM);
+        }
+        return 0;
+    }
     const uint8_t *second = from + 64 * lines, *third = second + 64 * lines;
     uint64_t a = crc, b = 0, c = 0;
     for (unsigned i = 0; i < 64 * lines; i += 64) {
@@ -60,7 +68,7 @@ TARGET static inline uint32_t KERNEL(rest)(uint32_t crc, uint8_t *to, const uint
 TARGET static inline __attribute__((always_inline)) uint32_t
 KERNEL(run)(uint32_t crc, uint8_t *to, const uint8_t *from, size_t length, const uint8_t *end,
             enum how how) {
-    if (how == STREAM) {
+    if (how == STREAM || how == STREAM_ALONE) {
         size_t head = -(uintptr_t)to & (STREAM_ALIGN - 1);
         head = head < length ? head : length;
         crc = KERNEL(rest)(crc, to, from, head, how);
@@ -94,4 +102,10 @@ TARGET static uint32_t KERNEL(stream)(uint32_t crc, uint8_t *to, const uint8_t *
     return KERNEL(run)(crc, to, from, length, end, STREAM);
 }
 
-static const struct crc_kernel KERNEL(kernel) = {KERNEL(check), KERNEL(copy), KERNEL(stream)};
+TARGET static uint32_t KERNEL(stream_alone)(uint32_t crc, uint8_t *to, const uint8_t *from,
+                                            size_t length, const uint8_t *end) {
+    return KERNEL(run)(crc, to, from, length, end, STREAM_ALONE);
+}
+
+static const struct crc_kernel KERNEL(kernel) = {KERNEL(check), KERNEL(copy), KERNEL(stream),
+                                                 KERNEL(stream_alone)};

@@ -220,7 +220,7 @@ static void fill(struct ring *ring, uint64_t *wake_ns) {
     for (;;) {
         bool read = ring->free_transfers[CLASS_LOAD] && ring->reading < depth;
         bool write = ring->free_transfers[CLASS_STORE] != NULL;
-        unsigned wanted = (read ? TAKE(LIST_LOADS) : 0) | (write ? TAKE(LIST_WRITES) : 0);
+        unsigned wanted = (read ? TAKE(LIST_LOADS) : 0) | (write ? TAKE_WRITES : 0);
         struct op *op = take(ring, wanted, wake_ns);
         if (!op)
             return;

@@ -54,6 +54,7 @@ int kvio_create(const kvio_config *config, kvio **engine) {
 
 static void device_free(struct device *device) {
     records_destroy(device);
+    faults_destroy(device->faults);
     pthread_mutex_destroy(&device->lock);
     free(device);
 }
@@ -119,6 +120,8 @@ static int open_backend(struct device *device) {
         backend = &memory_backend;
     else if (device->config.kind == KVIO_DEVICE_NIL)
         backend = &nil_backend;
+    else if (device->faults)
+        backend = &faulty_backend;
     else if (device->config.io_path == KVIO_IO_THREADS)
         backend = &threads_backend;
     device->backend = backend;
@@ -152,22 +155,43 @@ static int device_create(kvio *engine, const kvio_device_config *config, struct 
     return result;
 }
 
-int kvio_add_device(kvio *engine, const kvio_device_config *config) {
-    if (!engine || !config)
-        return -EINVAL;
-    int result = check_device(config);
-    if (result < 0)
-        return result;
+/* The faults become the device's where that is added. */
+static int add_device(kvio *engine, const kvio_device_config *config, struct faults *faults) {
     struct device *device = calloc(1, sizeof *device);
     if (!device)
         return -ENOMEM;
+    device->faults = faults;
     pthread_mutex_lock(&engine->api_lock);
-    result = engine->device_count < DEVICES_MAX ? device_create(engine, config, device) : -ENOSPC;
+    int result =
+        engine->device_count < DEVICES_MAX ? device_create(engine, config, device) : -ENOSPC;
     if (result == 0)
         result = (int)engine->device_count++;
     else
         free(device);
     pthread_mutex_unlock(&engine->api_lock);
+    return result;
+}
+
+int kvio_add_device(kvio *engine, const kvio_device_config *config) {
+    if (!engine || !config)
+        return -EINVAL;
+    int result = check_device(config);
+    return result < 0 ? result : add_device(engine, config, NULL);
+}
+
+int kvio_add_faulty_device(kvio *engine, const kvio_device_config *config,
+                           const kvio_fault_script *script) {
+    if (!engine || !config || !script || config->kind != KVIO_DEVICE_FILE)
+        return -EINVAL;
+    struct faults *faults;
+    int result = check_device(config);
+    if (result == 0)
+        result = faults_create(script, &faults);
+    if (result < 0)
+        return result;
+    result = add_device(engine, config, faults);
+    if (result < 0)
+        faults_destroy(faults);
     return result;
 }
 
@@ -198,6 +222,16 @@ int kvio_device_statistics(const kvio *engine, uint32_t device, kvio_statistics 
         return -EINVAL;
     queue_statistics(found, statistics);
     return 0;
+}
+
+int kvio_abandon_loads(kvio *engine, uint32_t device) {
+    struct device *found = find_device(engine, device);
+    if (!found)
+        return -EINVAL;
+    pthread_mutex_lock(&engine->api_lock); /* records */
+    int count = queue_abandon_loads(found);
+    pthread_mutex_unlock(&engine->api_lock);
+    return count;
 }
 
 int kvio_staging_page_type(const kvio *engine) {

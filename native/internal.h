@@ -5,6 +5,7 @@
  * event. So records bound everything: queues are lists of records, events are nodes in records.
  *
  * Locks: api_lock (submit, poll, set-up) before device->lock before staging.lock or timer.lock.
+ * The locks of device_faulty.c are taken with no other one held, and no other one under them.
  * Device threads never take api_lock. Nothing is called back with staging.lock or timer.lock held.
  */
 #ifndef KVIO_INTERNAL_H
@@ -21,22 +22,27 @@
 
 enum op_class { CLASS_LOAD = 0, CLASS_STORE = 1, CLASSES = 2 };
 
-/* Queues of a device, in the order of their priority. A STORE waits in UNSTAGED where its device
- * stages stores, else in WRITES like all others of its class. */
-enum queue_list { LIST_LOADS = 0, LIST_UNSTAGED = 1, LIST_WRITES = 2, LISTS = 3 };
+/* Queues of a device, in the order of their priority: nobody waits for a move. A STORE waits in
+ * UNSTAGED where its device stages stores, else in WRITES like all others of its class. */
+enum queue_list { LIST_LOADS, LIST_UNSTAGED, LIST_WRITES, LIST_MOVES, LISTS };
 #define TAKE(list) (1u << (list))
-#define TAKE_ANY (TAKE(LIST_LOADS) | TAKE(LIST_UNSTAGED) | TAKE(LIST_WRITES))
+#define TAKE_WRITES (TAKE(LIST_WRITES) | TAKE(LIST_MOVES))
+#define TAKE_ANY (TAKE(LIST_LOADS) | TAKE(LIST_UNSTAGED) | TAKE_WRITES)
 
 struct event_node {
     struct event_node *next;
     kvio_event event;
 };
 
+/* How far a LOAD is. One that is abandoned while it is read does not touch pages any more. */
+enum load_state { LOAD_WAITS, LOAD_IS_READ, LOAD_IS_SCATTERED, LOAD_IS_ABANDONED, LOAD_ENDED };
+
 struct op {
     struct op *next;
     kvio_op request;
     const struct group *group;
     int32_t *blocks;
+    uint64_t number; /* among those of its device and class, from 0 */
     uint64_t submitted_ns;
     uint64_t admitted_ns; /* by the shape */
     uint64_t due_ns;      /* a shaped device completes it no earlier; 0: at once */
@@ -45,7 +51,8 @@ struct op {
     uint32_t slot;        /* store staging slot, STORE on a device that stages */
     enum queue_list list; /* the queue it was taken from */
     bool kept;
-    struct event_node staged; /* pushed once at most, before `done` */
+    enum load_state load;     /* under the device's lock */
+    struct event_node staged; /* pushed once at most, before `done`: STAGED or ABANDONED */
     struct event_node done;   /* pushed exactly once */
 };
 
@@ -66,7 +73,8 @@ struct group {
 /* Copy between the pages of a chunk and its payload; both return the CRC32C of the payload. */
 uint32_t pages_gather(const struct group *group, const int32_t *blocks, uint8_t *payload);
 void pages_clear(const struct group *group, const int32_t *blocks);
-uint32_t pages_scatter(const struct group *group, const int32_t *blocks, const uint8_t *payload);
+uint32_t pages_scatter(const struct group *group, const int32_t *blocks, const uint8_t *payload,
+                       bool unchecked);
 
 /* ---- shape.c: a device that serves no faster than told ---- */
 struct bucket {
@@ -95,6 +103,7 @@ struct device {
     const struct backend *backend;
     kvio_device_config config;
     void *state;             /* the backend's */
+    struct faults *faults;   /* NULL: it has none */
     uint32_t parallel_loads; /* that a FILE device works on at once; 0: counts as none */
 
     /* Under api_lock: records. */
@@ -102,6 +111,7 @@ struct device {
     int32_t *block_ids; /* block_stride for each record */
     uint32_t block_stride, records_used;
     struct op *free_records;
+    uint64_t submitted[CLASSES]; /* since the start */
     uint32_t outstanding[CLASSES];
     uint32_t counting[CLASSES];     /* kvio_submit, while it checks its input */
     struct op_list incoming[LISTS]; /* kvio_submit, before they are queued */
@@ -125,6 +135,9 @@ void queue_push_write(struct device *device, struct op *op); /* a store that is 
  * *wake_ns is lowered to when a shape lets one start. Call with the device locked. */
 struct op *queue_take(struct device *device, unsigned wanted, uint64_t *wake_ns);
 int queue_cancel(struct device *device, uint64_t first_tag, uint64_t last_tag);
+int queue_abandon_loads(struct device *device); /* under api_lock */
+/* Called once when a LOAD's payload is there; false: it was abandoned, its pages are others'. */
+bool load_may_scatter(struct device *device, struct op *op);
 /* The operation is served; its DONE event follows when it is due. */
 void op_finish(struct device *device, struct op *op, int result);
 void op_complete(struct device *device, struct op *op, uint64_t now_ns);
@@ -198,6 +211,22 @@ struct backend {
     int (*page_type)(const struct device *device); /* of its staging; NULL: has none */
 };
 extern const struct backend memory_backend, nil_backend, threads_backend, uring_backend;
+extern const struct backend faulty_backend;
+
+/* ---- device_threads.c: the parts that a backend takes which wraps a file ---- */
+struct extent {
+    uint64_t offset, length;
+    uint64_t needed; /* what lies past it is padding and may be missing at the end of the file */
+};
+typedef int transfer_call(struct device *device, const struct op *op, uint8_t *memory, bool write);
+struct extent op_extent(const struct op *op);
+int file_transfer(int fd, const struct extent *extent, uint8_t *memory, bool write);
+int threads_open(struct device *device);
+void threads_serve(struct device *device, struct op *op, uint8_t *buffer, transfer_call *move);
+
+/* ---- device_faulty.c ---- */
+int faults_create(const kvio_fault_script *script, struct faults **faults);
+void faults_destroy(struct faults *faults); /* NULL: nothing */
 
 /* ---- workers.c: a pool of threads that execute operations one by one ---- */
 int workers_open(struct device *device, uint64_t buffer_bytes);

@@ -81,13 +81,15 @@ int kvio_add_group(kvio *engine, uint32_t tensors, const uint64_t *bases, const 
 enum kvio_op_kind {
     KVIO_LOAD = 0,  /* device -> staging -> verify -> pages of `blocks` [-> MEMORY device `keep`] */
     KVIO_STORE = 1, /* pages -> staging, checksum in the same pass (event STAGED) -> device */
-    KVIO_MOVE = 2,  /* MEMORY device `keep` -> verify -> device (a spill); queued as a store */
+    KVIO_MOVE = 2,  /* MEMORY device `keep` -> verify -> device; queued behind all stores */
     KVIO_READ = 3,  /* device -> `buffer` (aligned, `length` a multiple of KVIO_ALIGN), as a load */
     KVIO_WRITE = 4, /* `buffer` -> device, as a store */
 };
 /* LOAD, MOVE: -EBADMSG where the payload's CRC32C is not `crc`; the pages of such a LOAD are
  * zeroed. */
 #define KVIO_FLAG_VERIFY 1u
+/* LOAD, without VERIFY: no checksum is computed (the event's is 0); to measure what it costs. */
+#define KVIO_FLAG_UNCHECKED 2u
 typedef struct {
     uint64_t tag;         /* comes back in events */
     uint64_t offset;      /* on `device`, multiple of KVIO_ALIGN */
@@ -113,8 +115,12 @@ int kvio_submit(kvio *engine, const kvio_op *ops, uint32_t count, const int32_t 
 /* Drops stores whose pages are not staged yet (they end with -ECANCELED); a gather that runs is
  * finished. Returns how many were dropped. Tags in [first_tag, last_tag]. */
 int kvio_cancel_stores(kvio *engine, uint64_t first_tag, uint64_t last_tag);
+/* For a device that does not answer: its loads that wait end with -ETIMEDOUT; those that are being
+ * read have an ABANDONED event and touch neither pages nor `keep` from then on. Those that are
+ * being scattered go on. Returns how many will not be scattered. */
+int kvio_abandon_loads(kvio *engine, uint32_t device);
 
-enum kvio_event_kind { KVIO_EVENT_STAGED = 0, KVIO_EVENT_DONE = 1 };
+enum kvio_event_kind { KVIO_EVENT_STAGED = 0, KVIO_EVENT_DONE = 1, KVIO_EVENT_ABANDONED = 2 };
 typedef struct {
     uint64_t tag;
     uint64_t nanoseconds; /* from submission */
@@ -124,7 +130,8 @@ typedef struct {
     uint32_t kept; /* LOAD with `keep`: 1 where the copy was made */
 } kvio_event;
 /* Every op ends in exactly one DONE event; a STORE has one STAGED event before it unless it failed
- * earlier. Source pages of a store are free after STAGED or DONE. */
+ * earlier. Source pages of a store are free after STAGED or DONE. The DONE event of an abandoned
+ * load comes when the device answers, if it does. */
 int kvio_poll(kvio *engine, kvio_event *events, uint32_t capacity);
 /* 1 when kvio_poll has something, 0 when the time is over or a signal came. */
 int kvio_wait(kvio *engine, uint32_t timeout_us);
@@ -141,6 +148,51 @@ typedef struct {
     uint32_t queue_depth, reserved; /* queued and in flight now */
 } kvio_statistics;
 int kvio_device_statistics(const kvio *engine, uint32_t device, kvio_statistics *statistics);
+
+/* ---- faults: a FILE device on threads that fails as a script says; for tests ----
+ * What happens to an operation follows from the seed and from its number among the reads (loads) or
+ * the writes of its device, counted from 0 in the order of submission. The first rule that hits it
+ * decides. */
+enum kvio_fault_kind {
+    KVIO_FAULT_ERROR = 0,   /* -EIO, nothing is moved */
+    KVIO_FAULT_SHORT = 1,   /* a part from the start is moved, then -EIO */
+    KVIO_FAULT_TORN = 2,    /* writes: success, a part (of whole sectors) from the start lands */
+    KVIO_FAULT_FLIPPED = 3, /* a bit of the payload is another one: in memory, or on the medium */
+    KVIO_FAULT_MISDIRECTED = 4, /* goes to, or comes from, another place in the rule's range */
+    KVIO_FAULT_STALE = 5,       /* writes: success, nothing lands */
+    KVIO_FAULT_SLOW = 6,        /* `delay_us` later than it could be */
+    KVIO_FAULT_STUCK = 7,       /* not before kvio_faulty_release or kvio_destroy */
+    KVIO_FAULT_FULL = 8,        /* writes: -ENOSPC */
+    KVIO_FAULT_LOST = 9,        /* no rule: counts what kvio_faulty_crash undid or tore */
+    KVIO_FAULT_KINDS = 10,
+};
+#define KVIO_FAULT_READS 1u
+#define KVIO_FAULT_WRITES 2u
+#define KVIO_FAULT_ALWAYS 65536u
+typedef struct {
+    uint64_t first_offset, end_offset; /* of operations that it can hit; an end of 0: no end */
+    uint64_t unit;                     /* MISDIRECTED: places are first_offset + n * unit */
+    uint64_t first, every; /* hits numbers first, first + every, ...; every 0: `first` alone */
+    uint32_t kind;
+    uint32_t directions;  /* KVIO_FAULT_READS | KVIO_FAULT_WRITES */
+    uint32_t probability; /* of those numbers, in 1 / KVIO_FAULT_ALWAYS */
+    uint32_t delay_us;    /* SLOW */
+} kvio_fault_rule;
+typedef struct {
+    uint64_t seed;
+    uint64_t volatile_bytes; /* unsynced writes that a crash may undo; older ones have landed */
+    const kvio_fault_rule *rules;
+    uint64_t rule_count; /* 64 at most */
+} kvio_fault_script;
+int kvio_add_faulty_device(kvio *engine, const kvio_device_config *config,
+                           const kvio_fault_script *script); /* device index */
+/* Another script from now on. All of these: -EINVAL for a device that is not faulty. */
+int kvio_faulty_script(kvio *engine, uint32_t device, const kvio_fault_script *script);
+int kvio_faulty_release(kvio *engine, uint32_t device); /* lets go on what is stuck now */
+int kvio_faulty_sync(kvio *engine, uint32_t device);    /* all writes that are done have landed */
+/* Each write since the last sync lands, vanishes or tears, by the seed. -EBUSY: not idle. */
+int kvio_faulty_crash(kvio *engine, uint32_t device);
+int kvio_faulty_counts(kvio *engine, uint32_t device, uint64_t counts[KVIO_FAULT_KINDS]);
 
 /* Sizes of kvio_op, kvio_event, kvio_statistics, kvio_device_config, kvio_config and kvio_arena, a
  * byte each from the lowest: a binding compares them with its own. */

@@ -125,7 +125,7 @@ static bool may_start(struct device *device, enum queue_list list, unsigned want
         return false;
     if (list == LIST_UNSTAGED)
         return staging_acquire(device, &op->slot);
-    if (list == LIST_WRITES) {
+    if (TAKE(list) & TAKE_WRITES) {
         bool load_waits = device->lists[LIST_LOADS].count && !(wanted & TAKE(LIST_LOADS));
         if (load_waits || !write_fits(device, op))
             return false;
@@ -144,9 +144,11 @@ struct op *queue_take(struct device *device, unsigned wanted, uint64_t *wake_ns)
         meter_advance(device, now_ns);
         struct op *op = list_pop(&device->lists[list]);
         op->list = (enum queue_list)list;
+        if (op->request.kind == KVIO_LOAD)
+            op->load = LOAD_IS_READ;
         if (list != LIST_UNSTAGED)
             device->running[op_class(&op->request)]++;
-        if (list == LIST_WRITES)
+        if (TAKE(list) & TAKE_WRITES)
             device->writing_bytes += media_bytes(&op->request);
         return op;
     }
@@ -170,6 +172,7 @@ void op_complete(struct device *device, struct op *op, uint64_t now_ns) {
     count_result(device, op);
     device->running[which]--;
     device->pending[which]--;
+    op->load = LOAD_ENDED;
     pthread_mutex_unlock(&device->lock);
     push_done(device, op, now_ns);
 }
@@ -177,7 +180,7 @@ void op_complete(struct device *device, struct op *op, uint64_t now_ns) {
 void op_finish(struct device *device, struct op *op, int result) {
     op->result = result;
     pthread_mutex_lock(&device->lock);
-    if (op->list == LIST_WRITES)
+    if (TAKE(op->list) & TAKE_WRITES)
         device->writing_bytes -= media_bytes(&op->request);
     op->due_ns = shape_due(&device->shape, op);
     bool deferred = op->due_ns > clock_ns();
@@ -208,4 +211,46 @@ int queue_cancel(struct device *device, uint64_t first_tag, uint64_t last_tag) {
         push_done(device, op, clock_ns());
     }
     return count;
+}
+
+bool load_may_scatter(struct device *device, struct op *op) {
+    pthread_mutex_lock(&device->lock);
+    bool may = op->load == LOAD_IS_READ;
+    if (may)
+        op->load = LOAD_IS_SCATTERED;
+    pthread_mutex_unlock(&device->lock);
+    return may;
+}
+
+static uint32_t abandon_what_is_read(struct device *device) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < device->records_used; i++) {
+        struct op *op = &device->records[i];
+        if (op->load != LOAD_IS_READ)
+            continue;
+        op->load = LOAD_IS_ABANDONED;
+        op->staged.event = (kvio_event){.tag = op->request.tag,
+                                        .nanoseconds = clock_ns() - op->submitted_ns,
+                                        .result = -ETIMEDOUT,
+                                        .kind = KVIO_EVENT_ABANDONED};
+        events_push(device->engine, &op->staged);
+        count++;
+    }
+    return count;
+}
+
+int queue_abandon_loads(struct device *device) {
+    pthread_mutex_lock(&device->lock);
+    meter_advance(device, clock_ns());
+    struct op_list queued = device->lists[LIST_LOADS];
+    device->lists[LIST_LOADS] = (struct op_list){0};
+    device->pending[CLASS_LOAD] -= queued.count;
+    uint32_t count = queued.count + abandon_what_is_read(device);
+    pthread_mutex_unlock(&device->lock);
+    for (struct op *op; (op = list_pop(&queued));) {
+        op->result = -ETIMEDOUT;
+        op->load = LOAD_ENDED;
+        push_done(device, op, clock_ns());
+    }
+    return (int)count;
 }

@@ -63,6 +63,7 @@ struct op *record_take(struct device *device, const kvio_op *request) {
     op->request = *request;
     op->blocks = device->block_ids + index * device->block_stride;
     op->submitted_ns = clock_ns();
+    op->number = device->submitted[op_class(&op->request)]++;
     device->outstanding[op_class(&op->request)]++;
     return op;
 }

@@ -5,6 +5,8 @@
 #include <errno.h>
 #include <string.h>
 
+#define FLAGS_ALLOWED (KVIO_FLAG_VERIFY | KVIO_FLAG_UNCHECKED)
+
 static bool fits(const struct device *device, uint64_t offset, uint64_t bytes) {
     uint64_t length = device->config.length;
     return offset % KVIO_ALIGN == 0 && bytes <= length && offset <= length - bytes;
@@ -34,7 +36,7 @@ static bool pages_are_valid(const kvio *engine, const kvio_op *op, const int32_t
 
 static int check_op(const kvio *engine, const kvio_op *op, const int32_t *blocks,
                     uint32_t block_count) {
-    if (op->device >= engine->device_count || op->length == 0 || op->flags & ~KVIO_FLAG_VERIFY ||
+    if (op->device >= engine->device_count || op->length == 0 || op->flags & ~FLAGS_ALLOWED ||
         !fits(engine->devices[op->device], op->offset, media_bytes(op)))
         return -EINVAL;
     bool valid = false;
@@ -91,6 +93,8 @@ static void prepare_op(kvio *engine, const kvio_op *request, const int32_t *bloc
         list = LIST_LOADS;
     else if (request->kind == KVIO_STORE && device->backend->stages_stores)
         list = LIST_UNSTAGED;
+    else if (request->kind == KVIO_MOVE)
+        list = LIST_MOVES;
     list_append(&device->incoming[list], op);
 }
 

@@ -2,7 +2,7 @@
  * Hammers engines with random operations and checks every byte that comes back; each engine is
  * destroyed with work queued and in flight. For the sanitizers.
  *
- *   stress <directory> <uring|threads> [seed]
+ *   stress <directory> <uring|threads|faulty> [seed]
  */
 #include "kvio.h"
 #include <errno.h>
@@ -31,6 +31,7 @@
 
 static const uint32_t lengths[GROUPS][TENSORS] = {{1536, 7001}, {16384, 20480}};
 static uint64_t seed, state;
+static bool faulty;
 
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
@@ -251,6 +252,7 @@ static void submit_some(struct bench *bench) {
 
 static void *interfere(void *argument) {
     struct bench *bench = argument;
+    uint64_t counts[KVIO_FAULT_KINDS];
     const struct timespec pause = {.tv_nsec = 300000};
     for (uint32_t i = 0; !atomic_load(&bench->ended); i++) {
         kvio_statistics statistics;
@@ -258,9 +260,33 @@ static void *interfere(void *argument) {
         CHECK(kvio_cancel_stores(bench->engine, i % LANES, i % LANES + 2) >= 0);
         uint64_t rate = i % 7 == 0 ? UINT64_C(2000000000) : 0;
         CHECK(kvio_set_shape(bench->engine, i % DEVICES, rate, rate, i % 11 == 0 ? 200 : 0) == 0);
+        if (faulty && i % 3 == 0) {
+            CHECK(kvio_faulty_release(bench->engine, i % 2) == 0);
+            CHECK(kvio_faulty_counts(bench->engine, i % 2, counts) == 0);
+        }
+        if (faulty && i % 50 == 0)
+            CHECK(kvio_faulty_sync(bench->engine, i % 2) == 0);
         nanosleep(&pause, NULL);
     }
     return NULL;
+}
+
+/* Of all faults only those that show in no result. */
+static void add_faulty(struct bench *bench, const kvio_device_config *config) {
+    const uint32_t both = KVIO_FAULT_READS | KVIO_FAULT_WRITES, often = KVIO_FAULT_ALWAYS / 2;
+    const kvio_fault_rule rules[] = {
+        {.kind = KVIO_FAULT_STUCK, .every = 1, .directions = both, .probability = often / 25},
+        {.kind = KVIO_FAULT_SLOW,
+         .every = 2,
+         .directions = both,
+         .probability = often,
+         .delay_us = 100},
+    };
+    kvio_fault_script script = {.seed = seed, .volatile_bytes = 8 * SLOT_BYTES, .rules = rules};
+    script.rule_count = sizeof rules / sizeof *rules;
+    int device = kvio_add_faulty_device(bench->engine, config, &script);
+    CHECK(device >= 0);
+    CHECK(kvio_faulty_script(bench->engine, (uint32_t)device, &script) == 0);
 }
 
 static void add_devices(struct bench *bench, uint32_t io_path) {
@@ -270,7 +296,10 @@ static void add_devices(struct bench *bench, uint32_t io_path) {
         config.fd = bench->fds[i];
         config.depth = 1 + 3 * i;
         config.threads = 1 + 2 * i;
-        CHECK(kvio_add_device(bench->engine, &config) == (int)i);
+        if (faulty)
+            add_faulty(bench, &config);
+        else
+            CHECK(kvio_add_device(bench->engine, &config) == (int)i);
     }
     config.kind = KVIO_DEVICE_MEMORY;
     for (uint32_t i = 0; i < 2; i++) {
@@ -315,6 +344,8 @@ static void run_engine(struct bench *bench, uint32_t io_path, bool drain) {
         poll_events(bench);
     atomic_store(&bench->ended, true);
     pthread_join(other, NULL);
+    if (faulty && drain)
+        CHECK(kvio_faulty_crash(bench->engine, 0) == 0);
     if (!drain) /* with as much outstanding as there can be */
         submit_some(bench);
     kvio_destroy(bench->engine);
@@ -349,6 +380,37 @@ static void be_refused(const struct bench *bench) {
     kvio_destroy(engine);
 }
 
+/* Every kind of fault, on raw writes and reads of every slot, and a crash after them. */
+static void break_everything(const struct bench *bench, uint32_t kind) {
+    bool write_only =
+        kind == KVIO_FAULT_TORN || kind == KVIO_FAULT_STALE || kind == KVIO_FAULT_FULL;
+    kvio_config config = {
+        .slot_bytes = SLOT_BYTES, .queue_entries = SLOTS, .staging_numa_node = -1};
+    kvio_device_config device = {.kind = KVIO_DEVICE_FILE, .fd = bench->fds[0], .numa_node = -1};
+    device.depth = device.threads = 3;
+    device.length = (uint64_t)SLOTS * SLOT_BYTES;
+    kvio_fault_rule rule = {.kind = kind, .every = 1, .unit = SLOT_BYTES, .delay_us = 10};
+    rule.directions = KVIO_FAULT_WRITES | (write_only ? 0 : KVIO_FAULT_READS);
+    rule.probability = kind == KVIO_FAULT_STUCK ? 0 : KVIO_FAULT_ALWAYS;
+    kvio_fault_script script = {seed, 16 * SLOT_BYTES, &rule, 1};
+    kvio *engine;
+    CHECK(kvio_create(&config, &engine) == 0);
+    CHECK(kvio_add_faulty_device(engine, &device, &script) == 0);
+    for (uint32_t operation = KVIO_WRITE; operation >= KVIO_READ; operation--) {
+        for (uint32_t i = 0; i < SLOTS; i++) {
+            kvio_op op = {.kind = operation, .offset = (uint64_t)i * SLOT_BYTES};
+            op.length = SLOT_BYTES;
+            op.buffer = (uint8_t *)bench->buffers.memory + op.offset;
+            CHECK(kvio_submit(engine, &op, 1, NULL, 0) == 0);
+        }
+        kvio_event events[SLOTS];
+        for (int done = 0; done < SLOTS; done += kvio_poll(engine, events, SLOTS))
+            CHECK(kvio_wait(engine, 10000000) == 1);
+    }
+    CHECK(kvio_faulty_crash(engine, 0) == 0);
+    kvio_destroy(engine);
+}
+
 static int open_file(const char *directory, int number) {
     char path[4096];
     snprintf(path, sizeof path, "%s/stress-%d-%d", directory, (int)getpid(), number);
@@ -364,6 +426,7 @@ int main(int argc, char **argv) {
     static struct bench bench;
     if (argc < 3)
         return 2;
+    faulty = strcmp(argv[2], "faulty") == 0;
     uint32_t io_path = strcmp(argv[2], "uring") == 0 ? KVIO_IO_URING : KVIO_IO_THREADS;
     seed = argc > 3 ? strtoull(argv[3], NULL, 0) : (uint64_t)time(NULL);
     state = seed * UINT64_C(0x9E3779B97F4A7C15) | 1;
@@ -374,6 +437,8 @@ int main(int argc, char **argv) {
     CHECK(kvio_arena_map((uint64_t)TENSORS * LANES * BLOCKS * 32768, -1, &bench.pages) == 0);
     CHECK(kvio_arena_map((uint64_t)LANES * SLOT_BYTES, -1, &bench.buffers) == 0);
     be_refused(&bench);
+    for (uint32_t kind = 0; faulty && kind < KVIO_FAULT_LOST; kind++)
+        break_everything(&bench, kind);
     for (int i = 0; i < ENGINES; i++)
         run_engine(&bench, io_path, i % 2 == 0);
     for (int i = 0; i < 2; i++) {

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.faults import FaultEngine, FaultRule
 from kvpool.native import (
     EVENT_DONE,
     EVENT_STAGED,
@@ -20,12 +21,12 @@ from kvpool.native import (
     NO_DEVICE,
     OP_DTYPE,
     Arena,
-    Engine,
     IoPath,
+    Shape,
     crc32c,
 )
 
-KINDS = ("uring", "threads", "memory")
+KINDS = ("uring", "threads", "memory", "faulty")
 FILES = KINDS[:2]
 TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -52,10 +53,13 @@ class Rig:
         depth: int = 3,
         threads: int = 2,
         seed: int = 0,
+        rules: Sequence[FaultRule] = (),
+        volatile_bytes: int = 0,
         **shape: int,
     ) -> None:
         self.kind, self.slot_bytes, self.slots = kind, slot_bytes, slots
         self.lengths, self.blocks_per_chunk = tuple(lengths), blocks_per_chunk
+        self.faults = dict(seed=seed, rules=rules, volatile_bytes=volatile_bytes)
         self.random = np.random.default_rng(seed)
         # Strides that are no multiple of the length leave gaps, which nothing may touch.
         self.pages = [
@@ -65,7 +69,7 @@ class Rig:
         self.arenas = [Arena(slots * slot_bytes) for _ in range(2)]
         self.path = directory / "device"
         self.fd = -1
-        self.engine = Engine(slot_bytes, store_buffers, queue_entries)
+        self.engine = FaultEngine(slot_bytes, store_buffers, queue_entries)
         self.device = self._add_device(kind, depth, threads, **shape)
         self.module = self.engine.add_memory_device(self.arenas[1])
         self.group = self.add_group(blocks_per_chunk)
@@ -82,6 +86,12 @@ class Rig:
             return self.engine.add_nil_device(length, **shape)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         os.ftruncate(self.fd, length)
+        if kind == "faulty":
+            device = self.engine.add_faulty_device(
+                self.fd, length, depth=depth, threads=threads, **self.faults
+            )
+            self.engine.set_shape(device, **(dict.fromkeys(Shape.__annotations__, 0) | shape))
+            return device
         path = IoPath.URING if kind == "uring" else IoPath.THREADS
         return self.engine.add_file_device(
             self.fd,

@@ -21,6 +21,8 @@ WAIT_S = 30.0
 class Rank:
     """Opens `device` for one rank; chunk i of a store or load lies in page i."""
 
+    engine_type: type[native.Engine] = native.Engine
+
     def __init__(
         self,
         device: str,
@@ -33,7 +35,7 @@ class Rank:
         pages: int = PAGES,
     ) -> None:
         self.slot_bytes = slot_bytes
-        self.engine = native.Engine(slot_bytes)
+        self.engine = self.engine_type(slot_bytes)
         try:
             self.memory = native.Arena(pages * slot_bytes)
             self.pages = self.memory.array[: pages * slot_bytes].reshape(pages, slot_bytes)
