@@ -27,17 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import layout, medium
-from kvpool.errors import ContainerError
+from kvpool.errors import ContainerError, DeviceError
 from kvpool.layout import (
     BLOCK_BYTES,
     TABLE_BYTES,
     TABLE_OFFSET,
     LeaseEntry,
-    StoredHeaders,
     StoredProfiles,
     Superblock,
 )
 from kvpool.medium import Medium
+from kvpool.plan import StoredHeaders
 from kvpool.types import Key
 from kvpool.units import format_bytes
 
@@ -45,7 +45,9 @@ UInt64 = npt.NDArray[np.uint64]
 Int32 = npt.NDArray[np.int32]
 
 _RETRY_S = 0.01
+DYING_S = 30.0
 _READ_BYTES = 64 << 20
+_MOST_UNREADABLE = 256  # header blocks, in one read
 
 
 class Container:
@@ -127,7 +129,8 @@ class Container:
 
         The holder's own idle lease of the same geometry is taken again, with what it stores.
         Otherwise free room is used, then that of idle leases, oldest first. `grace_s` is how long
-        to wait for the holder's lease while it is still locked (a predecessor that is ending).
+        to wait for the holder's lease while it is still locked (a predecessor that is ending). A
+        lock outlives a killed process until its last transfer has ended: that is waited for.
         Raises ContainerError, which says who holds what.
         """
         if len(namespace) != 32 or len(owner.encode()) > layout.OWNER_ROOM:
@@ -148,13 +151,15 @@ class Container:
             tag=secrets.randbits(63) | 1,
             pid=os.getpid(),
         )
-        deadline_s = time.monotonic() + grace_s
+        started_s = time.monotonic()
         while True:
             with self._medium.locked(TABLE_OFFSET, TABLE_BYTES):
-                table = _Table(self._medium)
+                table = _Table(self._medium, self._superblock)
+                passed_s = time.monotonic() - started_s
+                dying = passed_s < DYING_S and self._any_dying(table)
                 taken, wait = self._retake(table, wanted)
-                if taken is None and (not wait or time.monotonic() >= deadline_s):
-                    taken = self._allocate(table, wanted)
+                if taken is None and not (wait and (dying or passed_s < grace_s)):
+                    taken = self._allocate(table, wanted, raises=not dying)
             if taken is not None:
                 self._held[taken.start] = taken
                 return taken
@@ -163,7 +168,11 @@ class Container:
     def leases(self) -> list[tuple[LeaseEntry, bool]]:
         """Return all leases and whether each is in use (locked), by this process or another."""
         with self._medium.locked(TABLE_OFFSET, TABLE_BYTES):
-            entries = [entry for entry in _Table(self._medium).entries if entry is not None]
+            entries = [
+                entry
+                for entry in _Table(self._medium, self._superblock).entries
+                if entry is not None
+            ]
             return [(entry, not self._idle(entry)) for entry in entries]
 
     def _idle(self, entry: LeaseEntry) -> bool:
@@ -183,7 +192,12 @@ class Container:
             wait = True
         return None, wait
 
-    def _allocate(self, table: _Table, wanted: LeaseEntry) -> Lease:
+    def _any_dying(self, table: _Table) -> bool:
+        """Whether a lease is locked whose holder has ended."""
+        entries = [entry for entry in table.entries if entry is not None]
+        return any(not _is_alive(entry.pid) and not self._idle(entry) for entry in entries)
+
+    def _allocate(self, table: _Table, wanted: LeaseEntry, *, raises: bool) -> Lease | None:
         """Find and lock a range, dropping idle leases where that is what it takes."""
         idle = [(i, e) for i, e in enumerate(table.entries) if e and self._idle(e)]
         # Dropped from the end: the holder's own leases of another geometry, then the oldest.
@@ -192,9 +206,13 @@ class Container:
         blocked: list[tuple[int, int]] = []  # locked, though the table does not say so
         while True:
             kept = [e for i, e in enumerate(table.entries) if e and i not in dropped]
-            used = [(entry.start, entry.end) for entry in kept] + blocked
+            # Its own locks do not stop a holder, and the table may have lost an entry.
+            mine = [(lease.start, lease.start + lease.length) for lease in self._held.values()]
+            used = [(entry.start, entry.end) for entry in kept] + mine + blocked
             start = self._gap(used, wanted.length)
             if start is None or len(kept) == layout.LEASES:
+                if not victims and not raises:
+                    return None
                 if not victims:
                     raise self._no_room(table, wanted)
                 dropped.add(victims.pop()[0])
@@ -238,7 +256,7 @@ class Container:
 
     def _update(self, index: int, entry: LeaseEntry | None) -> None:
         with self._medium.locked(TABLE_OFFSET, TABLE_BYTES):
-            _Table(self._medium).write({index: entry})
+            _Table(self._medium, self._superblock).write({index: entry})
 
     # ---- profile ----------------------------------------------------------------------------
 
@@ -269,12 +287,14 @@ class Lease:
     """A locked range of a container: `slots` slots of `slot_bytes`, and their headers.
 
     `headers` (layout.HEADER_DTYPE, shape (slots,)) is the header table in memory, page-aligned;
-    `fresh` says that nothing was stored before.
+    `fresh` says that nothing was stored before. `damaged_headers` is how many `read_headers` met
+    that are neither empty nor what was ever written there: each has cost one chunk.
     """
 
     def __init__(self, container: Container, index: int, entry: LeaseEntry, fresh: bool) -> None:
         self._container, self._index, self._entry, self.fresh = container, index, entry, fresh
         self.start, self.slots, self.slot_bytes = entry.start, entry.slots, entry.slot_bytes
+        self.damaged_headers = 0
         self._header_table_bytes = layout.header_table_bytes(entry.slots)
         self._memory = mmap.mmap(-1, self._header_table_bytes)
         raw = np.frombuffer(self._memory, np.uint8)
@@ -343,15 +363,18 @@ class Lease:
         return self.start + at, self._address + at, BLOCK_BYTES
 
     def read_headers(self) -> StoredHeaders:
-        """Read the header table into memory and return the valid headers of this epoch."""
+        """Read the header table into memory and return the valid headers of this epoch.
+
+        What cannot be read counts as damaged. Raises DeviceError where that is much.
+        """
         container, view = self._container, memoryview(self._memory)
         for at in range(0, self._header_table_bytes, _READ_BYTES):
-            container._medium.read_into(self.start + at, view[at : at + _READ_BYTES])
-        valid = layout.valid_headers(self.headers, self.epoch, self._entry.tag, self.slot_bytes)
-        invalid = np.ones(self.slots, np.bool_)
-        invalid[valid] = False
-        self.headers[invalid] = np.zeros((), layout.HEADER_DTYPE)
-        return layout.decode_headers(self.headers, valid)
+            read_around_damage(container._medium, self.start + at, view[at : at + _READ_BYTES])
+        found = layout.sort_headers(self.headers, self.epoch, self._entry.tag, self.slot_bytes)
+        self.damaged_headers = found.damaged.size
+        for slots in (found.stale, found.damaged):
+            self.headers[slots] = np.zeros((), layout.HEADER_DTYPE)
+        return layout.decode_headers(self.headers, found.valid)
 
     def advance_epoch(self, epoch: int) -> None:
         """Make all headers of earlier epochs invalid, durably."""
@@ -382,16 +405,33 @@ class Lease:
             raise IndexError(f"slots {slots.min()} to {slots.max()} of {self.slots}")
 
 
+def read_around_damage(opened: Medium, offset: int, buffer: memoryview) -> None:
+    """Read header blocks; those that cannot be read are filled with what is no header.
+
+    Raises DeviceError where a device fails so often that going on would take for ever.
+    """
+    try:
+        opened.read_into(offset, buffer)
+        return
+    except DeviceError:
+        failures = 0
+    for at in range(0, len(buffer), BLOCK_BYTES):
+        try:
+            opened.read_into(offset + at, buffer[at : at + BLOCK_BYTES])
+        except DeviceError:
+            failures += 1
+            if failures > _MOST_UNREADABLE:
+                raise
+            buffer[at : at + BLOCK_BYTES] = b"\xff" * BLOCK_BYTES
+
+
 class _Table:
     """The lease table as read under its lock, and as `write` leaves it."""
 
-    def __init__(self, opened: Medium) -> None:
+    def __init__(self, opened: Medium, superblock: Superblock) -> None:
         self._medium = opened
         self._raw = bytearray(opened.read(TABLE_OFFSET, TABLE_BYTES))
-        pieces = range(0, TABLE_BYTES, layout.LEASE_BYTES)
-        self.entries = [
-            layout.decode_lease(bytes(self._raw[at : at + layout.LEASE_BYTES])) for at in pieces
-        ]
+        self.entries = layout.decode_table(bytes(self._raw), superblock)
 
     def write(self, changes: dict[int, LeaseEntry | None]) -> None:
         """Replace entries (None: free), durably."""
@@ -417,3 +457,14 @@ def _same_holder(entry: LeaseEntry, wanted: LeaseEntry) -> bool:
 
 def _header_blocks(slots: Int32) -> Int32:
     return np.unique(slots // (BLOCK_BYTES // layout.HEADER_BYTES)).astype(np.int32)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this number runs here; one of another machine or container may not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

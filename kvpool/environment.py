@@ -11,7 +11,7 @@ from kvpool import medium
 from kvpool.device_config import MIN_FLASH_BYTES, DeviceConfig
 from kvpool.errors import ConfigurationError, KVPoolError
 from kvpool.host import Host
-from kvpool.medium import FILE_NAME, Medium
+from kvpool.medium import FILE_NAME
 from kvpool.units import format_bytes
 
 KEY = "devices"
@@ -148,7 +148,10 @@ def _content_problems(
     device: DeviceConfig, path: Path, size: int | None
 ) -> Iterator[ConfigurationError]:
     try:
-        opened = Medium(path, _open_read_only(path))
+        opened = medium.open_read_only(path)
+    except KVPoolError as error:
+        yield _problem(device, str(error))
+        return
     except OSError as error:
         yield _problem(device, f"{path} must be a file of this user ({error.strerror})")
         return
@@ -160,7 +163,7 @@ def _content_problems(
             return
         if superblock is not None and opened.size < superblock.size:
             cut = f"{path} has {opened.size} bytes of {superblock.size}"
-            yield _problem(device, f"a whole container; {cut}; `kvpool format` writes an empty one")
+            yield _problem(device, f"a whole container; {cut}; {medium.advice(opened, False)}")
             return
         if opened.is_block_device and size is not None and size > opened.size:
             yield _problem(device, f"{_at_most(opened.size)}: {path} has no more")
@@ -171,11 +174,6 @@ def _content_problems(
         yield _problem(device, str(error))
     finally:
         opened.close()
-
-
-def _open_read_only(path: Path) -> int:
-    follow = 0 if medium.is_block_device(path) else os.O_NOFOLLOW
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
 
 
 def _space_problems(

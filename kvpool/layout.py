@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.native import crc32c
+from kvpool.plan import StoredHeaders
 from kvpool.types import Key, Profile
 
 Records = npt.NDArray[np.void]
@@ -46,6 +47,10 @@ HEADER_BYTES = 128
 KEY_ROOM = 40  # bytes for a key: vLLM's hashes have 32 at most, the group adds 4
 OWNER_ROOM = 64
 MAX_PROFILES = 64
+MAX_BYTES = 1 << 62  # what locks can name
+MAX_EPOCH = (1 << 32) - 2  # one more can still be stored
+
+_PIECE = 8192  # headers that are worked on at a time: 1 MiB stays in the processor's cache
 
 READY, CREATING = 1, 2
 _MAGIC = b"KVPOOL\r\n"
@@ -166,23 +171,16 @@ class StoredProfiles:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredHeaders:
-    """Headers that survived: lists and arrays of shape (n,), by ascending slot."""
+class SortedHeaders:
+    """Slots by what their header says, ascending each; those of empty headers are in none.
 
-    slots: Int32
-    keys: list[Key]
-    parents: list[Key]
-    positions: Int32
-    groups: UInt8
-    lengths: UInt32
-    checksums: UInt32
+    `stale` were written before the last reset, or by an earlier lease of the same range. `damaged`
+    are neither zeros nor what was ever written to that place.
+    """
 
-    @classmethod
-    def none(cls) -> StoredHeaders:
-        """Return what a fresh lease has."""
-        number = np.empty(0, np.int32)
-        crc = np.empty(0, np.uint32)
-        return cls(number, [], [], number, np.empty(0, np.uint8), crc, crc)
+    valid: Int32
+    stale: Int32
+    damaged: Int32
 
 
 def align_up(size: int, unit: int = BLOCK_BYTES) -> int:
@@ -244,12 +242,21 @@ def decode_superblock(block: bytes) -> Superblock | None:
     if record is None or not has_magic(block) or int(record["version"]) != FORMAT_VERSION:
         return None
     names = ("size", "probe_bytes", "created_ns")
-    return Superblock(
+    superblock = Superblock(
         int(record["state"]),
         int(record["generation"]),
         record["uuid"].tobytes(),
         *(int(record[name]) for name in names),
     )
+    return superblock if _is_sane(superblock) else None
+
+
+def _is_sane(superblock: Superblock) -> bool:
+    """Whether sizes make sense: an intact checksum says that they were written so, no more."""
+    aligned = not (superblock.size % BLOCK_BYTES or superblock.probe_bytes % BLOCK_BYTES)
+    fits = superblock.extents_offset <= superblock.size < MAX_BYTES
+    known = superblock.state in (READY, CREATING) and superblock.generation < 1 << 63
+    return known and aligned and fits
 
 
 # ---- lease table ----------------------------------------------------------------------------
@@ -273,17 +280,38 @@ def encode_lease(entry: LeaseEntry | None) -> bytes:
 
 
 def decode_lease(block: bytes) -> LeaseEntry | None:
-    """Return the entry in 256 bytes; None where it is free or damaged."""
+    """Return the entry in 256 bytes; None where it is free or damaged.
+
+    Whether the range lies inside the container is for those to say who know its size.
+    """
     record = _unsealed(block, _LEASE)
     if record is None or int(record["magic"]) != _LEASE_MAGIC:
         return None
     names = ("start", "length", "slot_bytes", "slots", "epoch", "created_ns", "used_ns")
-    return LeaseEntry(
+    try:
+        owner = record["owner"].tobytes()[: int(record["owner_length"])].decode()
+    except UnicodeDecodeError:
+        return None
+    entry = LeaseEntry(
         record["namespace"].tobytes(),
         int(record["rank"]),
-        record["owner"].tobytes()[: int(record["owner_length"])].decode(errors="replace"),
+        owner,
         *(int(record[name]) for name in (*names, "tag", "pid")),
     )
+    aligned = not (entry.start % BLOCK_BYTES or entry.slot_bytes % BLOCK_BYTES)
+    whole = entry.length == lease_bytes(entry.slots, entry.slot_bytes) > 0
+    fits = 0 < entry.epoch <= MAX_EPOCH and entry.slots < 1 << 31
+    return entry if aligned and whole and fits and entry.slot_bytes else None
+
+
+def decode_table(table: bytes, superblock: Superblock) -> list[LeaseEntry | None]:
+    """Return the entries of a lease table; None where one is free, damaged or names no extents."""
+    pieces = (table[at : at + LEASE_BYTES] for at in range(0, TABLE_BYTES, LEASE_BYTES))
+    first, end = superblock.extents_offset, superblock.size
+    return [
+        entry if entry is not None and first <= entry.start and entry.end <= end else None
+        for entry in map(decode_lease, pieces)
+    ]
 
 
 # ---- profile --------------------------------------------------------------------------------
@@ -310,7 +338,10 @@ def decode_profiles(block: bytes) -> StoredProfiles | None:
     record = _unsealed(block, _PROFILE)
     if record is None or int(record["magic"]) != _PROFILE_MAGIC:
         return None
-    rates = record["rates"][: int(record["count"])].tolist()
+    count = int(record["count"])
+    rates = record["rates"][:count].tolist()
+    if count > MAX_PROFILES or not all(0 <= r < float("inf") for line in rates for r in line):
+        return None
     return StoredProfiles(
         bytes(record["boot_id"]).decode(errors="replace"),
         int(record["measured_ns"]),
@@ -348,36 +379,49 @@ def fill_headers(
     headers[slots] = part
 
 
-def valid_headers(headers: Records, epoch: int, lease_tag: int, slot_bytes: int) -> Int32:
-    """Return the slots whose header is whole, of this lease, epoch and place; ascending."""
-    likely = np.flatnonzero(
-        (headers["magic"] == _HEADER_MAGIC)
-        & (headers["epoch"] == epoch)
-        & (headers["lease_tag"] == lease_tag)
-        & (headers["slot"] == np.arange(headers.size, dtype=np.uint32))
-        & (headers["length"] - np.uint32(1) < slot_bytes)  # 0 wraps
-        & (headers["key_length"] - np.uint8(1) < KEY_ROOM)
-        & (headers["parent_length"] <= KEY_ROOM)
-    )
-    intact = np.empty(likely.size, np.bool_)
-    for start in range(0, likely.size, 8192):  # 1 MiB: stays in the processor's cache
-        part = headers[likely[start : start + 8192]]
-        rows = part.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :-4]
-        intact[start : start + 8192] = crc32c_rows(rows) == part["crc"]
-    return likely[intact].astype(np.int32)
+def sort_headers(
+    headers: Records, epoch: int, lease_tag: int, slot_bytes: int, first_slot: int = 0
+) -> SortedHeaders:
+    """Tell headers of this lease, epoch and place from others. `headers` begins at `first_slot`."""
+    rows = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
+    written = np.flatnonzero(rows.view(np.uint64).any(axis=1))
+    intact = np.empty(written.size, np.bool_)
+    current = np.empty(written.size, np.bool_)
+    fitting = np.empty(written.size, np.bool_)
+    for start in range(0, written.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        part = headers[written[piece]]
+        data = part.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :-4]
+        intact[piece] = (part["magic"] == _HEADER_MAGIC) & (crc32c_rows(data) == part["crc"])
+        current[piece] = (part["epoch"] == epoch) & (part["lease_tag"] == lease_tag)
+        fitting[piece] = (
+            (part["slot"] == (written[piece] + first_slot).astype(np.uint32))
+            & (part["length"] - np.uint32(1) < slot_bytes)  # 0 wraps
+            & (part["key_length"] - np.uint8(1) < KEY_ROOM)
+            & (part["parent_length"] <= KEY_ROOM)
+            & (part["position"] < 1 << 31)
+        )
+    slots = (written + first_slot).astype(np.int32)
+    good = intact & current & fitting
+    stale = intact & ~current
+    return SortedHeaders(slots[good], slots[stale], slots[~good & ~stale])
 
 
 def decode_headers(headers: Records, slots: Int32) -> StoredHeaders:
     """Return the headers of `slots`, which are valid, as lists and arrays."""
-    part = headers[slots]
+    keys, parents = list[Key](), list[Key]()
+    for start in range(0, slots.size, _PIECE):
+        part = headers[slots[start : start + _PIECE]]
+        keys += _unroom(part["key"], part["key_length"])
+        parents += _unroom(part["parent"], part["parent_length"])
     return StoredHeaders(
         slots,
-        _unroom(part["key"], part["key_length"]),
-        _unroom(part["parent"], part["parent_length"]),
-        part["position"].astype(np.int32),
-        part["group"].copy(),
-        part["length"].copy(),
-        part["payload_crc"].copy(),
+        keys,
+        parents,
+        headers["position"][slots].astype(np.int32),
+        headers["group"][slots],
+        headers["length"][slots],
+        headers["payload_crc"][slots],
     )
 
 
@@ -406,9 +450,16 @@ def _room(keys: Sequence[Key]) -> UInt8:
 
 
 def _unroom(room: UInt8, lengths: UInt8) -> list[Key]:
-    joined = room.tobytes()
-    starts = range(0, len(joined), KEY_ROOM)
-    return [joined[i : i + n] for i, n in zip(starts, lengths.tolist(), strict=True)]
+    keys: list[Key] = [b""] * lengths.size
+    for length in np.flatnonzero(np.bincount(lengths)).tolist():  # one or two, as a rule
+        at = np.flatnonzero(lengths == length)
+        if length:
+            found = np.ascontiguousarray(room[at, :length]).view(f"V{length}").ravel().tolist()
+            if at.size == lengths.size:
+                return list(found)
+            for index, key in zip(at.tolist(), found, strict=True):
+                keys[index] = key
+    return keys
 
 
 def _sealed(record: npt.NDArray[np.void]) -> bytes:

@@ -39,6 +39,9 @@ _EDGE_BYTES = 1 << 20  # what must be empty, at both ends, of a block device tha
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock
 _TO_THE_END = 0  # as the length of a lock
+# A byte that nothing is stored in. Everyone who has a container open shares a lock on it, so that
+# it is not written over even while nobody has a lease.
+_OPEN_MARK = layout.METADATA_BYTES
 
 
 class Medium:
@@ -112,6 +115,13 @@ class Medium:
             return False
         return True
 
+    def mark_open(self) -> None:
+        """Keep `overwrite` away, until closed, with a lock that is shared with others."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK, _OPEN_MARK, 1))
+        except (BlockingIOError, PermissionError):
+            raise ContainerError(f"{self.path}: in use by `kvpool format`") from None
+
     def unlock(self, start: int, length: int) -> None:
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, start, length))
 
@@ -147,7 +157,10 @@ def attach(path: Path, size: int | None, create: bool) -> tuple[Medium, Superblo
                     _refuse_claimed(medium)
                     superblock = _create(medium, size)
                 else:
-                    raise ContainerError(f"{path}: there is no container")
+                    what = "its creation was never finished" if medium.size else "it is empty"
+                    what = "there is no container" if medium.is_block_device else what
+                    raise ContainerError(f"{medium.path}: {what}; {advice(medium, False)}")
+                medium.mark_open()
             undo.pop_all()
             return medium, superblock
 
@@ -194,13 +207,30 @@ def recognise(medium: Medium) -> Superblock | None:
         newest = max(valid, key=lambda block: block.generation)
         return newest if newest.state == layout.READY else None
     if any(map(layout.has_magic, blocks)):
-        raise ContainerError(f"{path}: both superblocks are damaged; {_advice(medium, True)}")
+        raise ContainerError(f"{path}: both superblocks are damaged; {advice(medium, True)}")
     if not _is_empty(medium):
         raise ForeignContentError(
             f"{path}: holds something that kvpool did not write; it is left untouched."
-            f" {_advice(medium, True)}"
+            f" {advice(medium, True)}"
         )
     return None
+
+
+def open_read_only(path: Path) -> Medium:
+    """Open a container's file, or a block device, to look at it: no lock, nothing is changed.
+
+    Raises OSError, and ForeignContentError where `path` is something else.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if not is_block_device(path):
+        _refuse_other_than_files(path)
+        flags |= os.O_NOFOLLOW
+    try:
+        return Medium(path, os.open(path, flags | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return Medium(path, os.open(path, flags))
 
 
 def is_block_device(path: Path) -> bool:
@@ -251,6 +281,7 @@ def _open_file(folder: Path, create: bool, undo: contextlib.ExitStack) -> Medium
     if create:
         _make_folder(folder, undo)
     file = folder / FILE_NAME
+    _refuse_other_than_files(file)
     existed = os.path.lexists(file)
     try:
         flags = _FLAGS | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
@@ -271,6 +302,20 @@ def _open_file(folder: Path, create: bool, undo: contextlib.ExitStack) -> Medium
         medium.close()
         raise ForeignContentError(f"{file}: is not a regular file of this user")
     return medium
+
+
+def _refuse_other_than_files(file: Path) -> None:
+    """Raise ForeignContentError, before it is opened, where `file` is there but not a file."""
+    try:
+        mode = os.lstat(file).st_mode
+    except OSError:
+        return  # opening it says why
+    if stat.S_ISLNK(mode):
+        raise ForeignContentError(f"{file}: is a symbolic link; it is not followed")
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise ForeignContentError(f"{file}: is {kind}, not a container's file")
 
 
 def _make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
@@ -352,13 +397,13 @@ def _resize(medium: Medium, superblock: Superblock, size: int | None) -> Superbl
     if actual < superblock.size:
         raise ContainerError(
             f"{medium.path}: has {actual} bytes, its superblock says {superblock.size};"
-            f" {_advice(medium, False)}"
+            f" {advice(medium, False)}"
         )
     if size is None:
         size = _usable_size(actual) if medium.is_block_device else superblock.size
     if size < superblock.size:
         allowed = f"at least {superblock.size}: the container at {medium.path} has that many bytes"
-        raise ConfigurationError("size", size, f"{allowed}; {_advice(medium, False)} to shrink it")
+        raise ConfigurationError("size", size, f"{allowed}; {advice(medium, False)} to shrink it")
     if size == superblock.size:
         return superblock
     _check_room(medium, size)
@@ -413,7 +458,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _advice(medium: Medium, force: bool) -> str:
+def advice(medium: Medium, force: bool) -> str:
+    """Return the sentence that says how to write an empty container there."""
     device = (
         f"block:{medium.path}" if medium.is_block_device else f"file:{medium.path.parent}?size=SIZE"
     )

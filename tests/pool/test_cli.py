@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvpool import config, probe
+from kvpool import config, layout, probe
 from kvpool.cli import main
 from kvpool.container import Container
+from kvpool.layout import CREATING, Superblock
 from tests.pool.loop import loop_device, needs_loop_devices
 
 SIZE = 16 << 20
@@ -83,6 +84,27 @@ def test_probe_refuses(tmp_path: Path) -> None:
     refused(kvpool("probe", f"file:{tmp_path}/none/a?size=16MiB"), "must exist")
     refused(kvpool("probe", f"file:{tmp_path}/a?size=1PiB"), "free on its file system")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [0, 4096, SIZE - 4096])
+def test_probe_of_a_container_that_is_not_whole_says_how_to_go_on(
+    tmp_path: Path, left: int
+) -> None:
+    device = f"file:{tmp_path}/a?size=16MiB"
+    assert kvpool("format", device).exit_code == 0
+    if left == 4096:  # its creation was cut short
+        marker = Superblock(CREATING, 0, bytes(16), SIZE, layout.probe_bytes(SIZE), 0)
+        (tmp_path / "a/container.kvpool").write_bytes(layout.encode_superblock(marker))
+    os.truncate(tmp_path / "a/container.kvpool", left)
+    refused(kvpool("probe", device), f"`kvpool format file:{tmp_path}/a")
+
+
+def test_probe_of_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "container.kvpool")
+    refused(kvpool("probe", f"file:{tmp_path}?size=16MiB"), "is a FIFO")
+    (tmp_path / "container.kvpool").unlink()
+    (tmp_path / "container.kvpool").mkdir()
+    refused(kvpool("probe", f"file:{tmp_path}?size=16MiB"), "is a folder")
 
 
 @needs_loop_devices

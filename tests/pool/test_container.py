@@ -157,11 +157,29 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path, folder: Path) -> None:
     assert target.read_bytes() == b""
 
 
-def test_what_is_no_regular_file_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+def test_what_is_no_regular_file_is_refused(folder: Path, kind: str) -> None:
     folder.mkdir()
-    os.mkfifo(folder / "container.kvpool")
-    with pytest.raises((ForeignContentError, ConfigurationError)):
-        Container.open(folder, SIZE)
+    file = folder / "container.kvpool"
+    if kind == "a folder":
+        file.mkdir()
+    else:
+        number = os.makedev(1, 3)
+        os.mknod(file, stat.S_IFIFO if kind == "a FIFO" else stat.S_IFCHR, number)
+    for attempt in (Container.open, lambda f, s: Container.format(f, s, force=True)):
+        with pytest.raises(ForeignContentError, match=f"is {kind}, not a container's file"):
+            attempt(folder, SIZE)
+    assert file.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"marked"])
+def test_what_was_never_finished_says_how_to_go_on(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    marker = Superblock(CREATING, 0, bytes(16), SIZE, layout.probe_bytes(SIZE), 0)
+    marked = layout.encode_superblock(marker).ljust(8192, b"\0")
+    (folder / "container.kvpool").write_bytes(marked if content else b"")
+    with pytest.raises(ContainerError, match=f"kvpool format file:{folder}"):
+        Container.open(folder, create=False)
 
 
 def test_an_unknown_version_is_refused_and_kept(container: Container, folder: Path) -> None:
@@ -253,6 +271,29 @@ def test_a_growth_that_was_cut_short(container: Container, folder: Path) -> None
 
 
 # ---- formatting -----------------------------------------------------------------------------
+
+
+def test_what_others_have_open_is_not_formatted(container: Container, folder: Path) -> None:
+    """Even without a lease: a fellow that opens it shares the mark, and keeps it after others."""
+    fellow = Container.open(folder)
+    for opened in (container, fellow):
+        with pytest.raises(ContainerError, match="in use by another process"):
+            Container.format(folder, force=True)
+        opened.close()
+    Container.format(folder)
+
+
+@needs_loop_devices
+def test_a_block_device_that_others_have_open_is_not_formatted(tmp_path: Path) -> None:
+    """The one that has the kernel's claim may be gone."""
+    with loop_device(tmp_path / "disk", SIZE) as device:
+        first = Container.open(device)
+        fellow = Container.open(device)
+        first.close()
+        with pytest.raises(ContainerError, match="in use by another process"):
+            Container.format(device, force=True)
+        fellow.close()
+        Container.format(device)
 
 
 def test_format_empties_and_may_shrink(container: Container, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,25 +18,38 @@ U32 = st.integers(0, (1 << 32) - 1)
 U63 = st.integers(0, (1 << 63) - 1)
 DIGEST = st.binary(min_size=32, max_size=32)
 
+PAGES = st.integers(1, 1 << 40)
 superblocks = st.builds(
-    Superblock,
+    lambda state, generation, uuid, probe_pages, pages, created_ns: Superblock(
+        state,
+        generation,
+        uuid,
+        layout.PROBE_OFFSET + (probe_pages + pages) * 4096,
+        probe_pages * 4096,
+        created_ns,
+    ),
     st.sampled_from([layout.READY, layout.CREATING]),
     U63,
     st.binary(min_size=16, max_size=16),
-    U63,
-    U63,
+    PAGES,
+    PAGES,
     U63,
 )
 leases = st.builds(
-    LeaseEntry,
+    lambda start, slot_pages, slots, **others: LeaseEntry(
+        start=start * 4096,
+        length=layout.lease_bytes(slots, slot_pages * 4096),
+        slot_bytes=slot_pages * 4096,
+        slots=slots,
+        **others,
+    ),
+    start=PAGES,
+    slot_pages=st.integers(1, 1 << 18),
+    slots=st.integers(1, (1 << 31) - 1),
     namespace=DIGEST,
     rank=U32,
     owner=st.text(st.characters(codec="utf-8"), max_size=16),
-    start=U63,
-    length=U63,
-    slot_bytes=U63,
-    slots=U63,
-    epoch=U32,
+    epoch=st.integers(1, layout.MAX_EPOCH),
     created_ns=U63,
     used_ns=U63,
     tag=U63,
@@ -75,6 +90,60 @@ def test_lease_entries(entry: LeaseEntry, bit: int) -> None:
     assert layout.decode_lease(flip(block, bit)) is None
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": 3},
+        {"generation": 1 << 63},
+        {"size": (1 << 30) + 1},
+        {"size": 1 << 62},
+        {"size": 1 << 20},
+        {"probe_bytes": 1 << 30},
+        {"probe_bytes": 100},
+    ],
+)
+def test_an_intact_superblock_that_makes_no_sense(wrong: dict[str, int]) -> None:
+    superblock = Superblock(layout.READY, 1, bytes(16), 1 << 30, 64 << 20, 0)
+    assert layout.decode_superblock(layout.encode_superblock(superblock)) == superblock
+    changed = layout.encode_superblock(replace(superblock, **wrong))  # type: ignore[arg-type]
+    assert layout.decode_superblock(changed) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": 4097},
+        {"length": 0},
+        {"length": 1 << 20},
+        {"slots": 0, "length": 0},
+        {"slots": 1 << 31, "length": layout.lease_bytes(1 << 31, 8192)},
+        {"slot_bytes": 4097, "length": layout.lease_bytes(100, 4097)},
+        {"slot_bytes": 0, "length": layout.lease_bytes(100, 0)},
+        {"epoch": 0},
+        {"epoch": layout.MAX_EPOCH + 1},
+    ],
+)
+def test_an_intact_lease_entry_that_makes_no_sense(wrong: dict[str, int]) -> None:
+    length = layout.lease_bytes(100, 8192)
+    entry = LeaseEntry(bytes(32), 0, "0", 8 << 20, length, 8192, 100, 1, 0, 0, 1, 1)
+    assert layout.decode_lease(layout.encode_lease(entry)) == entry
+    changed = layout.encode_lease(replace(entry, **wrong))  # type: ignore[arg-type]
+    assert layout.decode_lease(changed) is None
+
+
+def test_a_lease_outside_the_container_is_none_of_its_table() -> None:
+    superblock = Superblock(layout.READY, 1, bytes(16), 16 << 20, 4 << 20, 0)
+    length = layout.lease_bytes(100, 8192)
+    first, last = superblock.extents_offset, superblock.size - length
+    assert last % 4096 == 0
+    table = bytearray(layout.TABLE_BYTES)
+    for index, start in enumerate((first, last, first - 4096, last + 4096)):
+        entry = LeaseEntry(bytes(32), 0, "0", start, length, 8192, 100, 1, 0, 0, 1, 1)
+        table[index * 256 : index * 256 + 256] = layout.encode_lease(entry)
+    found = layout.decode_table(bytes(table), superblock)
+    assert [entry.start for entry in found if entry is not None] == [first, last]
+
+
 def test_a_free_lease_entry() -> None:
     assert layout.decode_lease(layout.encode_lease(None)) is None
     assert not any(layout.encode_lease(None))
@@ -96,6 +165,19 @@ def test_profiles(stored: StoredProfiles, bit: int) -> None:
     assert layout.decode_profiles(block) == stored
     assert layout.decode_profiles(flip(block, bit)) is None
     assert layout.decode_profiles(bytes(4096)) is None
+
+
+def test_intact_profiles_that_make_no_sense() -> None:
+    good = Profile(1.0, 2.0, 3.0, 4.0)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        stored = StoredProfiles("boot", 0, bytes(32), (good, replace(good, read_latency_s=wrong)))
+        assert layout.decode_profiles(layout.encode_profiles(stored)) is None
+    block = bytearray(layout.encode_profiles(StoredProfiles("boot", 0, bytes(32), (good,))))
+    for count, devices in ((1, 1), (64, 64), (65, None)):
+        block[4:8] = count.to_bytes(4, "little")
+        block[-4:] = crc32c(block[:-4]).to_bytes(4, "little")
+        stored_now = layout.decode_profiles(bytes(block))
+        assert (None if stored_now is None else len(stored_now.profiles)) == devices
 
 
 def test_structures_do_not_overlap() -> None:
@@ -143,9 +225,13 @@ def filled(count: int, *, epoch: int = 3, tag: int = 77) -> layout.Records:
     return headers
 
 
+def valid_headers(headers: layout.Records, epoch: int, tag: int, slot_bytes: int) -> list[int]:
+    return [int(slot) for slot in layout.sort_headers(headers, epoch, tag, slot_bytes).valid]
+
+
 def test_headers_are_found_again() -> None:
     headers = filled(20000)
-    assert layout.valid_headers(headers, 3, 77, 8192).tolist() == list(range(20000))
+    assert valid_headers(headers, 3, 77, 8192) == list(range(20000))
 
 
 def test_keys_that_end_in_zeros_keep_them() -> None:
@@ -154,27 +240,40 @@ def test_keys_that_end_in_zeros_keep_them() -> None:
     layout.fill_headers(
         headers, zero, [b"k" * 32 + bytes(4)], [bytes(36)], one, one, one, one, 1, 1
     )
-    stored = layout.decode_headers(headers, layout.valid_headers(headers, 1, 1, 4096))
+    stored = layout.decode_headers(headers, zero)
     assert stored.keys == [b"k" * 32 + bytes(4)] and stored.parents == [bytes(36)]
 
 
 def test_headers_of_elsewhere_or_before_do_not_count() -> None:
     headers = filled(100)
-    assert layout.valid_headers(headers, 4, 77, 8192).size == 0, "another epoch"
-    assert layout.valid_headers(headers, 3, 78, 8192).size == 0, "another lease"
+    assert valid_headers(headers, 4, 77, 8192) == [], "another epoch"
+    assert valid_headers(headers, 3, 78, 8192) == [], "another lease"
+    assert layout.sort_headers(headers, 4, 77, 8192).stale.size == 100
     headers[[7, 8]] = headers[[8, 7]]
-    valid = layout.valid_headers(headers, 3, 77, 8192).tolist()
+    valid = valid_headers(headers, 3, 77, 8192)
     assert valid == [slot for slot in range(100) if slot not in (7, 8)], "another slot"
+    assert layout.sort_headers(headers, 3, 77, 8192).damaged.tolist() == [7, 8]
     too_long = headers["length"][:7] > 1000
-    assert not set(np.flatnonzero(too_long)) & set(layout.valid_headers(headers, 3, 77, 1000))
+    assert not set(np.flatnonzero(too_long)) & set(valid_headers(headers, 3, 77, 1000))
 
 
 @given(st.integers(0, 128 * 8 - 1))
 def test_a_changed_bit_makes_a_header_invalid(bit: int) -> None:
-    headers = filled(3)
-    rows = headers.view(np.uint8).reshape(3, -1)
+    headers = filled(4)
+    headers[3] = np.zeros((), layout.HEADER_DTYPE)
+    rows = headers.view(np.uint8).reshape(4, -1)
     rows[1, bit // 8] ^= 1 << bit % 8
-    assert layout.valid_headers(headers, 3, 77, 8192).tolist() == [0, 2]
+    found = layout.sort_headers(headers, 3, 77, 8192)
+    assert found.valid.tolist() == [0, 2]
+    assert found.damaged.tolist() == [1], "an empty one is not damaged"
+    assert found.stale.size == 0
+
+
+def test_a_part_of_a_table_is_sorted_as_it_is_in_the_whole() -> None:
+    headers = filled(100)
+    part = layout.sort_headers(headers[60:], 3, 77, 8192, first_slot=60)
+    assert part.valid.tolist() == list(range(60, 100))
+    assert layout.sort_headers(headers[60:], 3, 77, 8192).damaged.size == 40
 
 
 def test_keys_that_do_not_fit_are_refused() -> None:

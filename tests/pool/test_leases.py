@@ -13,9 +13,8 @@ import pytest
 
 from kvpool import layout
 from kvpool.container import Container
-from kvpool.errors import (
-    ContainerError,
-)
+from kvpool.errors import ContainerError, DeviceError
+from kvpool.medium import Medium
 from tests.pool.containers import NAMESPACE, OTHER, SLOT, THIRD, poke, record, take
 
 
@@ -187,6 +186,28 @@ def test_wrong_arguments(container: Container, wrong: dict[str, object]) -> None
     wanted = {"namespace": NAMESPACE, "rank": 0, "owner": "0", "slots": 4, "slot_bytes": SLOT}
     with pytest.raises(ValueError):
         container.acquire(**{**wanted, **wrong})  # type: ignore[arg-type]
+
+
+def test_headers_that_cannot_be_read_are_damaged(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = take(container, slots=100)
+    record(container, lease, list(range(100)))
+    read_into, bad = Medium.read_into, range(lease.start + 4096, lease.start + 8192)
+
+    def failing(self: Medium, offset: int, buffer: memoryview) -> int:
+        if offset < bad.stop and bad.start < offset + len(buffer):
+            raise DeviceError("read", 5)
+        return read_into(self, offset, buffer)
+
+    monkeypatch.setattr(Medium, "read_into", failing)
+    stored = lease.read_headers()
+    assert stored.slots.tolist() == [slot for slot in range(100) if not 32 <= slot < 64]
+    assert lease.damaged_headers == 32
+    assert not lease.headers[32:64].view(np.uint8).any()
+    monkeypatch.setattr("kvpool.container._MOST_UNREADABLE", 0)
+    with pytest.raises(DeviceError):
+        lease.read_headers()
 
 
 def test_a_million_headers_are_read(tmp_path: Path) -> None:
