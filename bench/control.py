@@ -62,7 +62,7 @@ def chunk_key(chain: int, i: int) -> Key:
 def make_orchestrator(slots: int) -> Orchestrator:
     """Return an empty pool of DRAM and two SSDs with `slots` slots in all."""
     group = GroupGeometry(GroupKind.FULL, CHUNK_TOKENS, CHUNK_BYTES)
-    orchestrator = Orchestrator(Geometry((group,), 16, CHUNK_BYTES), ranks=1)
+    orchestrator = Orchestrator(Geometry((group,), 16, CHUNK_BYTES), ranks=1, backup=False)
     total = sum(BANDWIDTHS_BYTES_S)
     counts = [int(slots * bandwidth / total) for bandwidth in BANDWIDTHS_BYTES_S]
     counts[0] += slots - sum(counts)

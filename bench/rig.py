@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from bench.geometry import CONTEXT_TOKENS, ModelGeometry, PagedMemory
 from kvpool import native, probe
-from kvpool.dataplane import DataPlane, FinishedJob
+from kvpool.dataplane import DataPlane
 from kvpool.device_config import DeviceConfig
 from kvpool.devices import Device, open_device
+from kvpool.jobs import FinishedJob
 from kvpool.medium import FILE_NAME
 from kvpool.orchestrator import Orchestrator
 from kvpool.plan import StorePlan
@@ -95,7 +96,7 @@ class Rig:
             self.close()
             raise
         self.plane = DataPlane(self.engine, self.devices, geometry)
-        self.orchestrator = Orchestrator(geometry, ranks=1)
+        self.orchestrator = Orchestrator(geometry, ranks=1, backup=False)  # each chunk once
         pairs = zip(self.devices, self.profiles, strict=True)
         self.orchestrator.attach([device.report(profile) for device, profile in pairs])
 

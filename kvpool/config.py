@@ -21,7 +21,16 @@ from kvpool.medium import free_bytes
 PLACEMENTS = ("proportional", "link_aware", "serial")
 # Read by vLLM itself out of the same mapping; the pool carries them along untouched.
 VLLM_KEYS = ("spec_name", "spec_module_path", "block_size", "self_describing_kv_events")
-_KEYS = ("devices", "config", "blocks_per_chunk", "placement", "offload_prompt_only", *VLLM_KEYS)
+_KEYS = (
+    "devices",
+    "config",
+    "blocks_per_chunk",
+    "placement",
+    "offload_prompt_only",
+    "backup",
+    "cost_model",
+    *VLLM_KEYS,
+)
 
 MAX_BLOCKS_PER_CHUNK = 4096
 DEFAULT_FILE_BYTES = 8 << 30
@@ -30,12 +39,18 @@ DEFAULT_MEMORY_PER_CENT = 10
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """A pool's configuration. `vllm` holds the keys that are vLLM's own, as they were given."""
+    """A pool's configuration. `vllm` holds the keys that are vLLM's own, as they were given.
+
+    `backup`: chunks in memory get a copy on a file or block device, so that a restart finds them.
+    `cost_model`: a hit that would take longer to load than to compute is taken in part or declined.
+    """
 
     devices: tuple[DeviceConfig, ...]
     blocks_per_chunk: int | None = None
     placement: str = "proportional"
     offload_prompt_only: bool = False
+    backup: bool = True
+    cost_model: bool = True
     vllm: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -56,7 +71,9 @@ def from_mapping(extra: Mapping[str, object], host: Host | None = None) -> PoolC
         devices=devices,
         blocks_per_chunk=_blocks_per_chunk(given.get("blocks_per_chunk")),
         placement=_placement(given.get("placement", "proportional")),
-        offload_prompt_only=_boolean(given, "offload_prompt_only"),
+        offload_prompt_only=_boolean(given, "offload_prompt_only", False),
+        backup=_boolean(given, "backup", True),
+        cost_model=_boolean(given, "cost_model", True),
         vllm={key: given[key] for key in VLLM_KEYS if key in given},
     )
 
@@ -130,8 +147,8 @@ def _placement(value: object) -> str:
     raise ConfigurationError("placement", value, "one of " + ", ".join(PLACEMENTS))
 
 
-def _boolean(given: Mapping[str, object], key: str) -> bool:
-    value = given.get(key, False)
+def _boolean(given: Mapping[str, object], key: str, default: bool) -> bool:
+    value = given.get(key, default)
     if isinstance(value, bool):
         return value
     raise ConfigurationError(key, value, "true or false")

@@ -6,9 +6,9 @@ completions come back in batches. The caller owns one thread for all methods.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,79 +16,18 @@ import numpy.typing as npt
 from kvpool import native
 from kvpool.devices.base import Device
 from kvpool.errors import QueueFullError
+from kvpool.jobs import FinishedJob, Headers, HeaderWrite, Job, Load, Write
 from kvpool.plan import Int32, Int64, LoadPlan, MovePlan, StorePlan, UInt8
-from kvpool.types import NO_DEVICE, DeviceCounters, Geometry, Key, WorkerReport
+from kvpool.reporter import Reporter
+from kvpool.stalls import STALLED_S, StallWatch
+from kvpool.trials import Trial, TrialJob
+from kvpool.types import NO_DEVICE, Geometry, WorkerReport
 
-Bools = npt.NDArray[np.bool_]
 UInt64 = npt.NDArray[np.uint64]
 
 _NO_BLOCKS = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True)
-class FinishedJob:
-    """A load that ended, or a store whose source pages are free again.
-
-    `failed` holds the positions in the plan that were not read (load) or not accepted (store).
-    """
-
-    job_id: int
-    is_load: bool
-    failed: list[int]
-    payload_bytes: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Headers:
-    """What the headers of a batch of written chunks say."""
-
-    group: UInt8
-    device: UInt8
-    slot: Int32
-    keys: list[Key]
-    parents: list[Key]
-    positions: Int32
-
-
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    """Operations with consecutive tags from `first_tag` on; one operation a chunk."""
-
-    job_id: int = -1
-    first_tag: int
-    count: int
-    started_s: float = field(default_factory=time.monotonic)
-    payload_bytes: int = 0
-    failed: list[int] = field(default_factory=list)
-    done: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Load(_Job):
-    plan: LoadPlan
-    position: Int64  # operation -> position in the plan
-    first_position: int
-    last_part: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class _Write(_Job):
-    """A store or a batch of spills."""
-
-    is_store: bool
-    position: Int64  # operation -> position in the plan
-    write_id: Int64
-    headers: _Headers
-    epoch: int  # in which it was submitted
-    staged: Bools
-    released: bool = False  # told to the caller
-
-
-@dataclass(slots=True, kw_only=True)
-class _HeaderWrite(_Job):
-    device: int
-    offsets: list[int]
+# Kept from being freed, since a device might still read or write it.
+_left_behind: list[tuple[native.Engine, list[Device], dict[int, Job]]] = []
 
 
 class DataPlane:
@@ -106,17 +45,20 @@ class DataPlane:
         devices: Sequence[Device],
         geometry: Geometry,
         rank: int = 0,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self._engine, self._devices, self._rank = engine, list(devices), rank
         self._engine_index = np.array([device.index for device in devices], dtype=np.uint32)
         self._lengths = np.array([g.chunk_bytes for g in geometry.groups], dtype=np.uint32)
         self._blocks_per_chunk = geometry.blocks_per_chunk
-        self._jobs: dict[int, _Job] = {}  # by first tag, which only grows
+        self._jobs: dict[int, Job] = {}  # by first tag, which only grows
         self._next_tag = 0
         self._epoch = 0
         self._finished: list[FinishedJob] = []
-        self._report = WorkerReport()
-        self._reported = [engine.statistics(device.index) for device in devices]
+        self._reporter = Reporter(engine, self._devices, rank)
+        self._watch = StallWatch(len(devices), stalled_s)
+        self._watch_pause_s, self._watch_next_s = min(stalled_s / 4, 0.5), 0.0
+        self._on_trial: set[int] = set()
         # Header blocks (by offset) that changed, and those on their way: two writes of one block
         # must not be in flight together, since the older could land last.
         self._dirty_headers: list[dict[int, tuple[int, int]]] = [{} for _ in devices]
@@ -149,7 +91,7 @@ class DataPlane:
         ops["length"] = self._lengths[ops["group"]]
         ops["crc"] = self._checksums(plan.device[readable], plan.slot[readable])
         ops["first_block"] = readable * self._blocks_per_chunk
-        job = _Load(
+        job = Load(
             job_id=job_id,
             first_tag=self._next_tag,
             count=int(readable.size),
@@ -163,7 +105,7 @@ class DataPlane:
         if not self._submit(job, ops, blocks):
             job.failed = [first_position + i for i in range(plan.device.size)]
             self._fail_keeps(plan, np.arange(plan.device.size))
-        if job.done == job.count:
+        if not job.count:
             self._end_load(job)
 
     def submit_store(self, job_id: int, plan: StorePlan, blocks: Int32) -> None:
@@ -175,12 +117,15 @@ class DataPlane:
         ops["kind"], ops["keep"] = native.KIND_STORE, native.NO_DEVICE
         ops["group"] = plan.group[complete]
         ops["first_block"] = complete * self._blocks_per_chunk
-        headers = _Headers(
+        headers = Headers(
             plan.group, plan.device, plan.slot, plan.keys, plan.parents, plan.positions
         )
         missing = np.setdiff1d(np.arange(shaped.shape[0]), complete)
-        self.refuse_writes(plan.write_id[missing])
+        self.refuse_stores(plan, missing)
         job = self._submit_writes(job_id, True, ops, plan.write_id, headers, complete, blocks)
+        job.plan = plan
+        if job.failed:  # a full queue
+            self._refuse_backups(plan, complete)
         job.failed = [int(i) for i in missing] + job.failed
         self._release_pages(job)
 
@@ -192,7 +137,7 @@ class DataPlane:
         ops["kind"], ops["flags"] = native.KIND_MOVE, native.FLAG_VERIFY
         ops["group"] = plan.group
         ops["crc"] = self._checksums(plan.source_device, plan.source_slot)
-        headers = _Headers(
+        headers = Headers(
             plan.group, plan.device, plan.slot, plan.keys, plan.parents, plan.positions
         )
         everything = np.arange(plan.device.size)
@@ -227,7 +172,7 @@ class DataPlane:
             checksums[chosen] = self._devices[index].checksums[slot[chosen]]
         return checksums
 
-    def _submit(self, job: _Job, ops: npt.NDArray[np.void], blocks: Int32) -> bool:
+    def _submit(self, job: Job, ops: npt.NDArray[np.void], blocks: Int32) -> bool:
         """Queue `ops` as `job`. A full queue refuses the whole job: False, nothing is queued."""
         if ops.size:
             try:
@@ -236,6 +181,7 @@ class DataPlane:
                 job.count = 0
                 return False
             self._next_tag += ops.size
+            job.ended = np.zeros(ops.size, np.bool_)
             self._jobs[job.first_tag] = job
         return True
 
@@ -245,12 +191,12 @@ class DataPlane:
         is_store: bool,
         ops: npt.NDArray[np.void],
         write_id: Int64,
-        headers: _Headers,
+        headers: Headers,
         chosen: Int64,
         blocks: Int32,
-    ) -> _Write:
+    ) -> Write:
         ops["length"] = self._lengths[ops["group"]]
-        job = _Write(
+        job = Write(
             job_id=job_id,
             first_tag=self._next_tag,
             count=int(ops.size),
@@ -258,12 +204,12 @@ class DataPlane:
             position=chosen,
             is_store=is_store,
             write_id=write_id[chosen],
-            headers=_select(headers, chosen),
+            headers=headers.select(chosen),
             epoch=self._epoch,
             staged=np.zeros(ops.size, dtype=np.bool_),
         )
         if not self._submit(job, ops, blocks):
-            self.refuse_writes(job.write_id)
+            self._reporter.fail_writes(job.write_id)
             job.failed = [int(position) for position in chosen]
             job.staged = np.empty(0, np.bool_)
         return job
@@ -275,31 +221,49 @@ class DataPlane:
         while (events := self._engine.poll()).size:
             first_tags = np.fromiter(self._jobs, dtype=np.int64, count=len(self._jobs))
             owner = np.searchsorted(first_tags, events["tag"].astype(np.int64), side="right") - 1
-            for index in np.unique(owner):
+            for index in np.unique(owner[owner >= 0]):
                 job = self._jobs[int(first_tags[index])]
                 self._complete(job, events[owner == index])
         self._write_headers()
+        self._look_for_stalls()
 
-    def _complete(self, job: _Job, events: npt.NDArray[np.void]) -> None:
+    def poll_devices(self) -> None:
+        """The same: all that there is to take in comes from devices."""
+        self.poll()
+
+    @property
+    def eventfd(self) -> int:
+        """A file descriptor that is readable while `poll` has something to take in."""
+        return self._engine.eventfd
+
+    def _complete(self, job: Job, events: npt.NDArray[np.void]) -> None:
         operation = (events["tag"] - np.uint64(job.first_tag)).astype(np.int64)
-        done = events["kind"] == native.EVENT_DONE
-        job.done += int(done.sum())
-        if isinstance(job, _Load):
+        # An answer may come late: when its operation was given up, or the whole job is over.
+        operation, events = operation[operation < job.count], events[operation < job.count]
+        timely = ~job.ended[operation]
+        operation, events = operation[timely], events[timely]
+        done = events["kind"] != native.EVENT_STAGED
+        job.ended[operation[done]] = True
+        if isinstance(job, Load):
             self._complete_load(job, operation, events)
-        elif isinstance(job, _Write):
+        elif isinstance(job, Write):
             job.staged[operation] = True
             self._complete_writes(job, operation[done], events[done])
             self._release_pages(job)
-        elif isinstance(job, _HeaderWrite):
-            self._written_headers[job.device].difference_update(job.offsets)
-        if job.done == job.count:
+        elif isinstance(job, HeaderWrite):
+            self._written_headers[job.device].difference_update(job.offsets[i] for i in operation)
+            self._reporter.note_errors(np.full(operation.size, job.device), events)
+        elif isinstance(job, TrialJob):
+            self._go_on_with_trial(job, int(events["result"][0]))
+        if job.ended.all():
             del self._jobs[job.first_tag]
-            if isinstance(job, _Load):
+            if isinstance(job, Load):
                 self._end_load(job)
 
-    def _complete_load(self, job: _Load, operation: Int64, events: npt.NDArray[np.void]) -> None:
+    def _complete_load(self, job: Load, operation: Int64, events: npt.NDArray[np.void]) -> None:
         position = job.position[operation]
         bad = position[events["result"] != 0]
+        self._reporter.note_errors(job.plan.device[position], events)
         job.failed += [job.first_position + int(i) for i in bad]
         kept = events["kept"] != 0
         for device, slot, crc, write_id in zip(
@@ -310,41 +274,49 @@ class DataPlane:
             strict=True,
         ):
             self._devices[device].checksums[slot] = crc
-            _count(self._report.finished_writes, int(write_id))
+            self._reporter.finish_writes([write_id])
         self._fail_keeps(job.plan, position[~kept])
 
     def _fail_keeps(self, plan: LoadPlan, position: Int64) -> None:
         asked = plan.keep_device[position] != NO_DEVICE
-        self.refuse_writes(plan.keep_write_id[position[asked]])
+        self._reporter.fail_writes(plan.keep_write_id[position[asked]])
 
-    def _end_load(self, job: _Load) -> None:
-        if job.failed:
-            self._report.failed_loads.setdefault(job.plan.load_id, set()).update(job.failed)
-        if job.last_part:
-            _count(self._report.finished_loads, job.plan.load_id)
+    def _end_load(self, job: Load) -> None:
         seconds = time.monotonic() - job.started_s
-        self._report.load_seconds.append(seconds)
+        self._reporter.end_load(job.plan.load_id, job.failed, job.last_part, seconds)
         self._finished.append(
             FinishedJob(job.job_id, True, sorted(job.failed), job.payload_bytes, seconds)
         )
 
-    def _complete_writes(self, job: _Write, operation: Int64, events: npt.NDArray[np.void]) -> None:
+    def _complete_writes(self, job: Write, operation: Int64, events: npt.NDArray[np.void]) -> None:
         good = events["result"] == 0
+        self._reporter.note_errors(job.headers.device[operation], events)
         written = operation[good]
         if written.size:
             # A chunk of an epoch that is over must not be found after a restart.
             if job.epoch == self._epoch:
-                self._record(_select(job.headers, written), events["crc"][good])
-            for write_id in job.write_id[written]:
-                _count(self._report.finished_writes, int(write_id))
-        self.refuse_writes(job.write_id[operation[~good]])
+                self._record(job.headers.select(written), events["crc"][good])
+            self._reporter.finish_writes(job.write_id[written])
+        self._reporter.fail_writes(job.write_id[operation[~good]])
         job.failed += [int(i) for i in job.position[operation[~good]]]
+        if job.plan is not None:
+            self._back_up(job, job.plan, job.position[written], job.position[operation[~good]])
 
-    def _record(self, headers: _Headers, crc: npt.NDArray[np.uint32]) -> None:
+    def _back_up(self, job: Write, plan: StorePlan, written: Int64, failed: Int64) -> None:
+        self._refuse_backups(plan, failed)
+        if job.epoch != self._epoch:
+            self._refuse_backups(plan, written)
+        elif (moves := plan.backups(written)).device.size:
+            self.submit_moves(moves)
+
+    def _refuse_backups(self, plan: StorePlan, positions: Int64) -> None:
+        self._reporter.fail_writes(plan.backups(positions).write_id)
+
+    def _record(self, headers: Headers, crc: npt.NDArray[np.uint32]) -> None:
         """Remember the checksums of written chunks and mark their headers for writing."""
         for index in np.unique(headers.device):
             chosen = np.flatnonzero(headers.device == index)
-            part = _select(headers, chosen)
+            part = headers.select(chosen)
             rows = self._devices[index].record(
                 part.slot,
                 part.keys,
@@ -354,15 +326,19 @@ class DataPlane:
                 self._lengths[part.group],
                 crc[chosen],
             )
+            # After a reset the weights may be others than those on disk, which name the namespace:
+            # what is stored from then on is for this process alone.
+            if self._epoch:
+                continue
             dirty = self._dirty_headers[index]
             dirty.update((int(row[0]), (int(row[1]), int(row[2]))) for row in rows)
 
-    def _release_pages(self, job: _Write) -> None:
+    def _release_pages(self, job: Write) -> None:
         """Tell the caller, once, that a store's source pages may be reused."""
         if job.is_store and not job.released and bool(job.staged.all()):
             job.released = True
             seconds = time.monotonic() - job.started_s
-            self._report.store_seconds.append(seconds)
+            self._reporter.release_store(seconds)
             self._finished.append(
                 FinishedJob(job.job_id, False, list(job.failed), job.payload_bytes, seconds)
             )
@@ -379,13 +355,65 @@ class DataPlane:
             ops["offset"] = ready
             ops["buffer"] = [dirty[offset][0] for offset in ready]
             ops["length"] = [dirty[offset][1] for offset in ready]
-            job = _HeaderWrite(
+            job = HeaderWrite(
                 first_tag=self._next_tag, count=len(ready), device=index, offsets=ready
             )
             if self._submit(job, ops, _NO_BLOCKS):
                 busy.update(ready)
                 for offset in ready:
                     del dirty[offset]
+
+    # ---- devices that fail ------------------------------------------------------------------
+
+    def _look_for_stalls(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._watch_next_s:
+            return
+        self._watch_next_s = now_s + self._watch_pause_s
+        for index, device in enumerate(self._devices):
+            statistics = self._engine.statistics(device.index)
+            if self._watch.observe(index, statistics.done, statistics.queue_depth, now_s):
+                self._give_up(index)
+
+    def _give_up(self, index: int) -> None:
+        """End all that a device owes: it does not answer. What it does later changes no page."""
+        self._reporter.stalled(index)
+        self._engine.abandon_loads(self._devices[index].index)
+        for job in list(self._jobs.values()):
+            if not isinstance(job, Write | HeaderWrite):
+                continue
+            on_it = (job.headers.device if isinstance(job, Write) else job.devices()) == index
+            tags = job.first_tag + np.flatnonzero(on_it & ~job.ended)
+            for tag in tags:
+                self._engine.cancel_stores(int(tag), int(tag))
+            events = np.zeros(tags.size, native.EVENT_DTYPE)
+            events["tag"], events["kind"] = tags, native.EVENT_ABANDONED
+            events["result"] = -errno.ETIMEDOUT
+            self._complete(job, events)
+
+    def try_devices(self, indices: Iterable[int]) -> None:
+        """Try whether devices that failed work again; the report says it once that is known."""
+        for index in indices:
+            if index not in self._on_trial:
+                self._on_trial.add(index)
+                self._continue(Trial(index, self._devices[index].probe_target, self._rank))
+
+    def _continue(self, trial: Trial) -> None:
+        job = TrialJob(first_tag=self._next_tag, count=1, trial=trial)
+        if not self._submit(job, trial.operation(self._next_tag), _NO_BLOCKS):
+            self._end_trial(trial, ok=False)
+
+    def _go_on_with_trial(self, job: TrialJob, result: int) -> None:
+        trial = job.trial
+        if result == 0 and not trial.reading:
+            trial.reading = True
+            self._continue(trial)
+        else:
+            self._end_trial(trial, ok=result == 0 and trial.passed())
+
+    def _end_trial(self, trial: Trial, ok: bool) -> None:
+        self._on_trial.discard(trial.device)
+        self._reporter.end_trial(trial.device, ok)
 
     # ---- for the caller ---------------------------------------------------------------------
 
@@ -396,13 +424,7 @@ class DataPlane:
 
     def take_report(self) -> WorkerReport:
         """Return what happened since the last call, for the orchestrator."""
-        report, self._report = self._report, WorkerReport()
-        for index, device in enumerate(self._devices):
-            now, before = self._engine.statistics(device.index), self._reported[index]
-            if now != before:
-                report.counters[(index, self._rank)] = _difference(now, before)
-                self._reported[index] = now
-        return report
+        return self._reporter.take()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something completed, at most `timeout_s`; False on time-out."""
@@ -411,13 +433,13 @@ class DataPlane:
     def release_stores(self, job_ids: set[int]) -> None:
         """End the named stores now: what is not being staged yet is dropped."""
         for job in list(self._jobs.values()):
-            if isinstance(job, _Write) and job.is_store and job.job_id in job_ids:
+            if isinstance(job, Write) and job.is_store and job.job_id in job_ids:
                 self._engine.cancel_stores(job.first_tag, job.first_tag + job.count - 1)
 
-    def refuse_writes(self, write_ids: Iterable[np.int64]) -> None:
-        """Acknowledge writes as failed that will not be made, or did not succeed."""
-        for write_id in write_ids:
-            _count(self._report.failed_writes, int(write_id))
+    def refuse_stores(self, plan: StorePlan, positions: Int64) -> None:
+        """Acknowledge as failed the stores at `positions` of a plan, and their backups."""
+        self._reporter.fail_writes(plan.write_id[positions])
+        self._refuse_backups(plan, positions)
 
     def unfinished(self, job_ids: set[int]) -> set[int]:
         """Return those of the named jobs whose pages are still in use."""
@@ -425,7 +447,7 @@ class DataPlane:
             job.job_id
             for job in self._jobs.values()
             if job.job_id in job_ids
-            and (isinstance(job, _Load) or (isinstance(job, _Write) and not job.released))
+            and (isinstance(job, Load) or (isinstance(job, Write) and not job.released))
         }
 
     def busy(self) -> bool:
@@ -439,38 +461,23 @@ class DataPlane:
             for device in self._devices:
                 device.set_epoch(epoch)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Bring to its end what was submitted, backups and headers too; False on time-out."""
+        deadline_s = time.monotonic() + timeout_s
+        self.poll()
+        while self.busy() and (left_s := deadline_s - time.monotonic()) > 0:
+            self.wait(left_s)
+            self.poll()
+        return not self.busy()
+
     def close(self) -> None:
-        """Close engine and devices. What is queued is dropped, what is in flight ends first."""
+        """Close engine and devices. What is queued is dropped, what is in flight ends first.
+
+        What a device owes that does not answer might come at any time, so all is left as it is.
+        """
+        if self._watch.any_stalled:
+            _left_behind.append((self._engine, self._devices, self._jobs))
+            return
         self._engine.close()
         for device in self._devices:
             device.close()
-
-
-def _select(headers: _Headers, chosen: Int64) -> _Headers:
-    return _Headers(
-        headers.group[chosen],
-        headers.device[chosen],
-        headers.slot[chosen],
-        [headers.keys[i] for i in chosen],
-        [headers.parents[i] for i in chosen],
-        headers.positions[chosen],
-    )
-
-
-def _count(counts: dict[int, int], key: int) -> None:
-    counts[key] = counts.get(key, 0) + 1
-
-
-def _difference(now: native.Statistics, before: native.Statistics) -> DeviceCounters:
-    return DeviceCounters(
-        bytes_read=now.bytes_read - before.bytes_read,
-        bytes_written=now.bytes_written - before.bytes_written,
-        read_busy_s=(now.read_busy_ns - before.read_busy_ns) / 1e9,
-        write_busy_s=(now.write_busy_ns - before.write_busy_ns) / 1e9,
-        saturated_read_bytes=now.saturated_read_bytes - before.saturated_read_bytes,
-        saturated_read_s=(now.saturated_read_ns - before.saturated_read_ns) / 1e9,
-        read_failures=now.read_failures - before.read_failures,
-        write_failures=now.write_failures - before.write_failures,
-        checksum_failures=now.checksum_failures - before.checksum_failures,
-        queue_depth=now.queue_depth,
-    )

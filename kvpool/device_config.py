@@ -24,12 +24,13 @@ MIN_DRAM_BYTES = 2 << 20  # one huge page
 MIN_FLASH_BYTES = 8 << 20  # metadata, the smallest probe area and some room for chunks
 DEFAULT_DEPTH = 8
 _MAX_DEPTH, _MAX_THREADS, _MAX_NUMA, _MAX_DEVICES = 256, 256, 1023, 64
+_MAX_ENGINES = 64
 _SYNTAX = "dram:SIZE, file:FOLDER?size=SIZE or block:DEVICE[?size=SIZE], then &option=value"
 _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dram": ("numa", "threads"),
-        "file": ("size", "numa", "depth", "io"),
-        "block": ("size", "numa", "depth", "io"),
+        "file": ("size", "engines", "numa", "depth", "io"),
+        "block": ("size", "engines", "numa", "depth", "io"),
     }
 )
 
@@ -38,13 +39,14 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class DeviceConfig:
     """One device of the pool, as its string says.
 
-    `size_bytes` is the host's total over all ranks; None: the whole block device. `path` is the
-    folder (file) or the device node (block), absolute, perhaps with `{rank}`.
+    `size_bytes` is the host's total over all ranks and `engines`; None: the whole block device.
+    `path` is the folder (file) or the device node (block), absolute, perhaps with `{rank}`.
     """
 
     kind: str
     size_bytes: int | None
     path: str = ""
+    engines: int = 1
     numa: int | None = None
     depth: int = DEFAULT_DEPTH
     io: str = "auto"
@@ -126,6 +128,7 @@ def parse_device(text: str, key: str = "devices") -> DeviceConfig:
         kind=kind,
         size_bytes=size,
         path=path,
+        engines=_number(text, options, "engines", 1, _MAX_ENGINES, key) or 1,
         numa=_number(text, options, "numa", 0, _MAX_NUMA, key),
         depth=_number(text, options, "depth", 1, _MAX_DEPTH, key) or DEFAULT_DEPTH,
         io=_choice(text, options, "io", IO_PATHS, key),

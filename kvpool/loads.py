@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpool import placement
+from kvpool import cost, placement
 from kvpool.plan import Int32, Int64, LoadPlan, UInt8
 from kvpool.pool import Pool, WriteKind
 from kvpool.prefix import RequestState
-from kvpool.table import BUSY, READABLE, Entries
-from kvpool.types import NO_DEVICE, Key
+from kvpool.table import HELD, READABLE, Entries
+from kvpool.types import NO_DEVICE, DeviceState, Key
 
 _GROUP = operator.itemgetter(-1)
 
@@ -28,6 +28,7 @@ class _Load:
     device: UInt8
     slot: Int32
     ranks_left: int
+    bytes_: npt.NDArray[np.float64]  # by device
 
     def pinned(self) -> Entries:
         return self.entries[self.entries >= 0]
@@ -44,6 +45,18 @@ class Loads:
         self._tokens = np.array([group.chunk_tokens for group in pool.rules.groups], np.int64)
         self._memory = np.zeros(NO_DEVICE + 1, np.bool_)
         self._memory[: len(pool.memory)] = pool.memory
+        rules = pool.rules
+        self._token_bytes = sum(
+            (rules.sizes[i] / rules.groups[i].chunk_tokens for i in rules.full), 0.0
+        )
+        # Chunks of which a load uses a part, and windows, which may need one chunk more.
+        self._once_bytes = sum(
+            size * (2 if i in rules.full else rules.window(i) + 1)
+            for i, size in enumerate(rules.sizes)
+        )
+        # Of the loads under way, by device: what they read, and what of that was reported.
+        self._planned_bytes = np.zeros(len(pool.devices))
+        self._read_bytes = np.zeros(len(pool.devices))
 
     def plan(self, keys: Sequence[Key], request: RequestState) -> LoadPlan:
         """Pin what is readable of `keys` and say where to read it."""
@@ -61,7 +74,9 @@ class Loads:
         self._count_hits(pinned, device[found])
         keep_device, keep_slot, keep_write_id = self._keep(entries, found)
         self._last_id += 1
-        self._open[self._last_id] = _Load(entries, device, slot, self._pool.ranks)
+        bytes_ = self._by_device(device[found], self._sizes[group[found]])
+        self._planned_bytes += bytes_
+        self._open[self._last_id] = _Load(entries, device, slot, self._pool.ranks, bytes_)
         request.load_id = self._last_id
         return LoadPlan(self._last_id, group, device, slot, keep_device, keep_slot, keep_write_id)
 
@@ -94,7 +109,7 @@ class Loads:
         table = self._pool.table
         device, slot = table.device0_view[entries], table.slot0_view[entries]
         second = table.device1_view[entries]
-        both = (second != NO_DEVICE) & (table.flags_view[entries] & BUSY == 0)
+        both = (second != NO_DEVICE) & (table.flags_view[entries] & HELD == 0)
         if both.any():
             size = self._sizes[table.group_view[entries]]
             load = self._by_device(device[~both], size[~both])
@@ -190,3 +205,50 @@ class Loads:
         load = self._open.pop(load_id, None)
         if load is not None:
             self._pool.table.unpin(load.pinned())
+            self._planned_bytes -= load.bytes_
+            self._read_bytes = np.maximum(self._read_bytes - load.bytes_, 0.0)
+
+    # ---- what a load costs ------------------------------------------------------------------
+
+    def note_read(self, device: int, bytes_: float) -> None:
+        """So many bytes were read from a device, of each rank's chunks."""
+        self._read_bytes[device] = min(
+            self._read_bytes[device] + bytes_, self._planned_bytes[device]
+        )
+
+    def queued_bytes(self) -> list[float]:
+        """Return what the loads under way still have to read, by device, as far as is known."""
+        left: list[float] = (self._planned_bytes - self._read_bytes).tolist()
+        return left
+
+    def bounds(self) -> cost.Bounds:
+        """Return what a load costs now, wherever its chunks lie."""
+        pool, queued = self._pool, self.queued_bytes()
+        devices = [i for i, d in enumerate(pool.devices) if d.state is not DeviceState.FAILED]
+        bandwidth = [pool.bandwidth[i] for i in devices] or [1.0]
+        behind_s = [
+            queued[i] / pool.bandwidth[i] + pool.devices[i].report.profile.read_latency_s
+            for i in devices
+        ]
+        return cost.Bounds(
+            self._token_bytes / min(bandwidth),
+            self._once_bytes / min(bandwidth) + max(behind_s, default=0.0),
+            self._token_bytes / sum(bandwidth),
+        )
+
+    def seconds(self, reads: cost.Reads, ends: Int64) -> npt.NDArray[np.float64]:
+        """Return the expected seconds of loads that end at each of `ends`, in tokens."""
+        table, devices = self._pool.table, self._pool.devices
+        entries = np.array([table.index.get(key, -1) for key in reads.keys], np.int64)
+        found = np.flatnonzero(entries >= 0)
+        entries = entries[found]
+        device, _ = self._locate(entries)
+        return cost.load_seconds(
+            ends,
+            reads.ends[found],
+            reads.counts[found] * self._sizes[table.group_view[entries]],
+            device,
+            self.queued_bytes(),
+            self._pool.bandwidth,
+            [health.report.profile.read_latency_s for health in devices],
+        )

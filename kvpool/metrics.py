@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvpool.cost import Take
 from kvpool.types import DeviceCounters, DeviceState, PoolSnapshot, WorkerReport
 
 
@@ -66,6 +67,9 @@ _RANK_COUNTERS = {
     Metric(
         "kvpool_checksum_failures_total", _COUNTER, "Reads that did not verify.", _RANK
     ): "checksum_failures",
+    Metric("kvpool_stalls_total", _COUNTER, "Times that a device stopped answering.", _RANK): (
+        "stalls"
+    ),
 }
 _QUEUE_DEPTH = Metric(
     "kvpool_queue_depth", _GAUGE, "Transfers queued or in flight at the last report.", _RANK
@@ -103,6 +107,9 @@ _CAPACITY_BYTES = Metric(
 _DEVICE_UP = Metric(
     "kvpool_device_up", _GAUGE, "1 while the device takes and serves chunks.", _DEVICE
 )
+_DEVICE_READABLE = Metric(
+    "kvpool_device_readable", _GAUGE, "1 while the device serves chunks.", _DEVICE
+)
 
 # Metric -> field of a snapshot.
 _POOL_COUNTERS = {
@@ -115,12 +122,15 @@ _POOL_COUNTERS = {
         "dropped_store_chunks"
     ),
     Metric("kvpool_evicted_chunks_total", _COUNTER, "Chunks evicted for room."): "evicted_chunks",
-    Metric("kvpool_spilled_chunks_total", _COUNTER, "Chunks moved from DRAM to a slower device."): (
+    Metric("kvpool_spilled_chunks_total", _COUNTER, "Chunks that left DRAM for a slower device."): (
         "spilled_chunks"
     ),
     Metric("kvpool_returned_chunks_total", _COUNTER, "Chunks copied back to DRAM on a load."): (
         "returned_chunks"
     ),
+    Metric(
+        "kvpool_backed_up_chunks_total", _COUNTER, "Chunks in DRAM copied to a slower device."
+    ): ("backed_up_chunks"),
 }
 _PENDING_WRITES = Metric(
     "kvpool_pending_writes", _GAUGE, "Chunks being written, not yet acknowledged."
@@ -135,6 +145,17 @@ _STORE_SECONDS = Metric(
     (),
     _TRANSFER_BUCKETS_S,
 )
+_HIT_DECISIONS = Metric(
+    "kvpool_hit_decisions_total",
+    _COUNTER,
+    "Requests that hit, by what was taken of the hit: whole, part or declined.",
+    ("decision",),
+)
+_DECLINED_TOKENS = Metric(
+    "kvpool_declined_tokens_total",
+    _COUNTER,
+    "Tokens of hits that were computed, since to load them would have taken longer.",
+)
 _LOOKUP_SECONDS = Metric(
     "kvpool_lookup_seconds", _HISTOGRAM, "Time of a request's look-up.", (), _LOOKUP_BUCKETS_S
 )
@@ -146,10 +167,13 @@ METRICS: tuple[Metric, ...] = (
     *_DEVICE_GAUGES,
     _CAPACITY_BYTES,
     _DEVICE_UP,
+    _DEVICE_READABLE,
     *_POOL_COUNTERS,
     _PENDING_WRITES,
     _LOAD_SECONDS,
     _STORE_SECONDS,
+    _HIT_DECISIONS,
+    _DECLINED_TOKENS,
     _LOOKUP_SECONDS,
 )
 
@@ -170,6 +194,11 @@ class Collector:
             (_STORE_SECONDS, report.store_seconds),
         ):
             self._samples += [_sample(metric, value) for value in observations]
+
+    def add_decision(self, take: Take, declined_tokens: int) -> None:
+        """Take in what became of one request's hit."""
+        self._samples.append(_sample(_HIT_DECISIONS, 1, (take.value,)))
+        self._samples.append(_sample(_DECLINED_TOKENS, declined_tokens))
 
     def add_lookup(self, seconds: float) -> None:
         """Take in how long one request's look-up took."""
@@ -206,6 +235,7 @@ def _snapshot_samples(snapshot: PoolSnapshot) -> Iterator[Sample]:
             yield _sample(metric, getattr(row, attribute), (row.name,))
         yield _sample(_CAPACITY_BYTES, row.slots * row.slot_bytes, (row.name,))
         yield _sample(_DEVICE_UP, row.state is DeviceState.OK, (row.name,))
+        yield _sample(_DEVICE_READABLE, row.state is not DeviceState.FAILED, (row.name,))
     for metric, attribute in _POOL_COUNTERS.items():
         yield _sample(metric, getattr(snapshot, attribute))
     yield _sample(_PENDING_WRITES, snapshot.pending_writes)

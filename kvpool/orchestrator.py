@@ -8,18 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvpool import spills, stores
+from kvpool import cost, spills, stores
 from kvpool.errors import ConfigurationError
 from kvpool.loads import Loads
 from kvpool.placement import POLICIES
-from kvpool.plan import LoadPlan, MovePlan, StorePlan
+from kvpool.plan import LoadPlan, MovePlan, StoredHeaders, StorePlan
 from kvpool.pool import Counters, Pool
 from kvpool.prefix import RequestState
+from kvpool.restore import restore
 from kvpool.table import READABLE
 from kvpool.types import (
     NO_DEVICE,
     DeviceReport,
     DeviceSnapshot,
+    DeviceState,
     Geometry,
     GroupKind,
     Key,
@@ -43,8 +45,17 @@ class Orchestrator:
     ranks is a hit.
     """
 
-    def __init__(self, geometry: Geometry, ranks: int, placement: str = "proportional") -> None:
-        """Raise `ConfigurationError` for a policy, rank count or geometry that is not known."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        ranks: int,
+        placement: str = "proportional",
+        backup: bool = True,
+    ) -> None:
+        """Raise `ConfigurationError` for a policy, rank count or geometry that is not known.
+
+        With `backup`, chunks that are stored in memory get a copy on a slower device.
+        """
         if placement not in POLICIES:
             raise ConfigurationError("placement", placement, "one of " + ", ".join(POLICIES))
         if ranks < 1:
@@ -55,6 +66,7 @@ class Orchestrator:
             if group.kind is GroupKind.WINDOW and not group.window_chunks:
                 raise ConfigurationError("window_chunks", group.window_chunks, "1 or more")
         self._geometry, self._ranks, self._policy = geometry, ranks, placement
+        self._backup = backup
         self._epoch = 0
         self._announcements: list[str] = []
         self._pool: Pool | None = None
@@ -64,22 +76,30 @@ class Orchestrator:
         self._keys, self._state, self._first_child = [b""], bytearray(1), array("i", [-1])
         self._hits = self._pendings = self._misses = 0
 
-    def attach(self, devices: Sequence[DeviceReport]) -> None:
+    def attach(
+        self,
+        devices: Sequence[DeviceReport],
+        survivors: Sequence[Sequence[StoredHeaders]] = (),
+    ) -> list[int]:
         """Take in the devices, in the order in which plans number them. Once, after start.
 
-        Until then all look-ups miss and nothing is stored. Raises `ConfigurationError` where there
-        are more devices or slots than can be numbered.
+        `survivors[rank][device]` is what each rank found on its devices; returns how many chunks
+        came back on each. Until then all look-ups miss and nothing is stored. Raises
+        `ConfigurationError` where there are more devices or slots than can be numbered.
         """
         if self._pool is not None:
             raise RuntimeError("devices are attached once")
         if len(devices) >= NO_DEVICE:
             raise ConfigurationError("devices", len(devices), f"fewer than {NO_DEVICE}")
-        self._pool = Pool(self._geometry, self._ranks, self._policy, devices)
+        self._pool = Pool(self._geometry, self._ranks, self._policy, devices, self._backup)
         self._loads = Loads(self._pool)
         table = self._pool.table
         if table.capacity:
             self._find = table.index.get
             self._keys, self._state, self._first_child = table.keys, table.state, table.first_child
+        if not survivors:
+            return [0] * len(devices)
+        return restore(table, self._geometry, survivors)
 
     def begin(self, request_id: str) -> RequestState:
         """Return the state of a new request, to be handed in with all calls made for it."""
@@ -109,7 +129,8 @@ class Orchestrator:
         if entry is None or self._pool is None or self._state[entry] != READABLE:
             return None
         table = self._pool.table
-        device = table.device1[entry] if table.has_copy(entry) else table.device0[entry]
+        second = table.has_copy(entry) and self._pool.memory[table.device1[entry]]
+        device = table.device1[entry] if second else table.device0[entry]
         return self._pool.devices[device].report.kind
 
     # ---- loads ------------------------------------------------------------------------------
@@ -123,6 +144,19 @@ class Orchestrator:
         assert self._loads is not None, "before attach nothing is a hit"
         self._enter(request)
         return self._loads.plan(keys, request)
+
+    def load_bounds(self) -> cost.Bounds:
+        """Return what a load costs now, wherever its chunks lie."""
+        assert self._loads is not None, "before attach nothing is a hit"
+        return self._loads.bounds()
+
+    def load_seconds(self, reads: cost.Reads, ends: cost.Int64) -> cost.Float64:
+        """Return the expected seconds of a load that ends at each of `ends`, in tokens.
+
+        Behind the loads under way, as if it started now. Shape (len(ends),).
+        """
+        assert self._loads is not None, "before attach nothing is a hit"
+        return self._loads.seconds(reads, ends)
 
     def complete_load(self, request: RequestState) -> None:
         """The request's load is over: unpin. Does nothing a second time, or after a reset."""
@@ -157,6 +191,8 @@ class Orchestrator:
         """Take in a report. Ids that are unknown, or over, are ignored."""
         if self._pool is None or self._loads is None:
             return
+        for (device, _), counters in report.counters.items():
+            self._loads.note_read(device, counters.bytes_read / self._ranks)
         for load_id, positions in report.failed_loads.items():
             self._loads.fail(load_id, positions)
         for load_id, ranks in report.finished_loads.items():
@@ -167,17 +203,26 @@ class Orchestrator:
             self._pool.acknowledge_write(write_id, ranks, ok=True)
         for (device, rank), counters in report.counters.items():
             if self._pool.devices[device].observe(rank, counters):
-                self._lose(device)
-        if report.counters:
+                self._got_worse(self._pool, device)
+        for (device, rank), ok in report.trials.items():
+            health = self._pool.devices[device]
+            if health.passed_trial(rank, ok, self._ranks):
+                self._announcements.append(f"{health.report.name}: works again and is used again")
+        if report.counters or report.trials:
             self._pool.refresh_bandwidths()
 
-    def _lose(self, device: int) -> None:
-        assert self._pool is not None
-        dropped = self._pool.table.lose_device(device)
-        name = self._pool.devices[device].report.name
-        self._announcements.append(
-            f"{name}: failed and left the pool, {dropped} chunks were dropped"
-        )
+    def _got_worse(self, pool: Pool, device: int) -> None:
+        health = pool.devices[device]
+        if health.state is DeviceState.READ_ONLY:
+            what = "nothing is written to it any more, what it holds is read"
+        else:
+            what = f"left the pool, {pool.table.lose_device(device)} chunks were dropped"
+        self._announcements.append(f"{health.report.name}: {health.reason}: {what}")
+
+    def broken_devices(self) -> list[int]:
+        """Return the devices that are not OK, for a trial."""
+        devices = self._pool.devices if self._pool is not None else []
+        return [i for i, health in enumerate(devices) if health.state is not DeviceState.OK]
 
     def take_announcements(self) -> list[str]:
         """Return what an operator should read, once."""
@@ -226,6 +271,7 @@ class Orchestrator:
             evicted_chunks=counters.evicted_chunks,
             spilled_chunks=counters.spilled_chunks,
             returned_chunks=counters.returned_chunks,
+            backed_up_chunks=counters.backed_up_chunks,
             pending_writes=len(self._pool.writes) if self._pool else 0,
             lookup_hits=self._hits,
             lookup_pendings=self._pendings,

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.types import DeviceCounters, Key, WorkerReport
+from kvpool.types import NO_DEVICE, DeviceCounters, Key, WorkerReport
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
+UInt32 = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class StorePlan:
     """Chunks to write, in the order of the keys that were offered. All arrays have shape (n,).
 
     `keys`, `parents` (b"" for a root) and `positions` (end position in tokens) go into the
-    headers on disk. Each chunk is acknowledged under its own `write_id`.
+    headers on disk. Each chunk is acknowledged under its own `write_id`. A chunk with a
+    `backup_device` (else NO_DEVICE) is copied to `backup_slot` there once it is written, which is
+    acknowledged under `backup_write_id` (else -1).
     """
 
     write_id: Int64
@@ -50,11 +53,31 @@ class StorePlan:
     keys: list[Key]
     parents: list[Key]
     positions: Int32
+    backup_write_id: Int64
+    backup_device: UInt8
+    backup_slot: Int32
+
+    def backups(self, positions: Int64) -> MovePlan:
+        """Return the backups of the chunks at `positions`, of those that are to have one."""
+        chosen = positions[self.backup_device[positions] != NO_DEVICE]
+        return MovePlan(
+            write_id=self.backup_write_id[chosen],
+            group=self.group[chosen],
+            source_device=self.device[chosen],
+            source_slot=self.slot[chosen],
+            device=self.backup_device[chosen],
+            slot=self.backup_slot[chosen],
+            keys=[self.keys[i] for i in chosen],
+            parents=[self.parents[i] for i in chosen],
+            positions=self.positions[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """Spills: chunks to copy from a DRAM slot to a slot of a slower device. Shape (n,) each."""
+    """Chunks to copy from a DRAM slot to a slot of a slower device: spills, or backups of what was
+    just stored. Shape (n,) each.
+    """
 
     write_id: Int64
     group: UInt8
@@ -67,11 +90,32 @@ class MovePlan:
     positions: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class StoredHeaders:
+    """Headers that survived: lists and arrays of shape (n,), by ascending slot."""
+
+    slots: Int32
+    keys: list[Key]
+    parents: list[Key]
+    positions: Int32
+    groups: UInt8
+    lengths: UInt32
+    checksums: UInt32
+
+    @classmethod
+    def none(cls) -> StoredHeaders:
+        """Return what a fresh lease has."""
+        number = np.empty(0, np.int32)
+        crc = np.empty(0, np.uint32)
+        return cls(number, [], [], number, np.empty(0, np.uint8), crc, crc)
+
+
 def add_counters(total: DeviceCounters, part: DeviceCounters) -> None:
-    """Add `part` to `total`; `queue_depth`, a gauge, takes the newer value."""
+    """Add `part` to `total`; of `queue_depth` and `error` the newer value counts."""
+    error = part.error or total.error
     for item in fields(DeviceCounters):
         setattr(total, item.name, getattr(total, item.name) + getattr(part, item.name))
-    total.queue_depth = part.queue_depth
+    total.queue_depth, total.error = part.queue_depth, error
 
 
 def merge_reports(first: WorkerReport, second: WorkerReport) -> WorkerReport:
@@ -89,6 +133,7 @@ def merge_reports(first: WorkerReport, second: WorkerReport) -> WorkerReport:
             merged.failed_loads.setdefault(load_id, set()).update(positions)
         for label, counters in report.counters.items():
             add_counters(merged.counters.setdefault(label, DeviceCounters()), counters)
+        merged.trials.update(report.trials)
         merged.load_seconds += report.load_seconds
         merged.store_seconds += report.store_seconds
     return merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,11 +17,13 @@ MEMORY_KIND = "dram"
 
 
 class WriteKind(Enum):
-    """Why a chunk is written: it is new, it is kept in memory as it passes, it is spilled."""
+    """Why a chunk is written: it is new, it is kept in memory as it passes, it leaves memory for a
+    slower device, it is copied to one so that a restart finds it."""
 
     STORE = "store"
     KEEP = "keep"
     SPILL = "spill"
+    BACKUP = "backup"
 
 
 @dataclass(slots=True)
@@ -47,21 +50,31 @@ class Counters:
     evicted_chunks: int = 0
     spilled_chunks: int = 0
     returned_chunks: int = 0
+    backed_up_chunks: int = 0
 
 
 class Pool:
     """The table and the devices behind it, from the moment the workers have reported them."""
 
     def __init__(
-        self, geometry: Geometry, ranks: int, policy: str, devices: Sequence[DeviceReport]
+        self,
+        geometry: Geometry,
+        ranks: int,
+        policy: str,
+        devices: Sequence[DeviceReport],
+        backup: bool,
     ) -> None:
-        self.ranks, self.policy = ranks, policy
+        self.ranks, self.policy, self.backup = ranks, policy, backup
         self.rules = PrefixRules(geometry)
         self.devices = [DeviceHealth(report) for report in devices]
         self.memory = [report.kind == MEMORY_KIND for report in devices]
         self.table = Table([report.slots for report in devices], self.memory)
         self.writes: dict[int, Write] = {}
         self.spills_from = [0] * len(devices)  # in flight, by memory device
+        self.backups_from = [0] * len(devices)  # the same
+        self.backup_bytes = [0] * len(devices)  # since the start, by slower device
+        # Chunks (entry, generation) that went to memory and got no backup yet, oldest first.
+        self.unbacked: deque[tuple[int, int]] = deque(maxlen=max(self.table.capacity, 1))
         self.counters = Counters([0] * len(devices), [0] * len(devices))
         # Slots that placement wanted in memory and did not find: spilling makes room for them.
         self.memory_demand = [0] * len(devices)
@@ -89,6 +102,7 @@ class Pool:
         source = self.table.device0[entry]
         self.writes[self._last_write_id] = Write(entry, kind, source, self.ranks)
         self.spills_from[source] += kind is WriteKind.SPILL
+        self.backups_from[source] += kind is WriteKind.BACKUP
         return self._last_write_id
 
     def acknowledge_write(self, write_id: int, ranks: int, ok: bool) -> None:
@@ -108,15 +122,22 @@ class Pool:
     def _end_write(self, write: Write) -> None:
         table, counters = self.table, self.counters
         self.spills_from[write.source] -= write.kind is WriteKind.SPILL
+        self.backups_from[write.source] -= write.kind is WriteKind.BACKUP
         target = table.device0 if write.kind is WriteKind.STORE else table.device1
         lost = self.devices[target[write.entry]].state is DeviceState.FAILED
         kept = not write.failed and not lost and table.resident(write.entry)
-        table.end_write(write.entry, kept)
+        if write.kind is WriteKind.BACKUP:
+            table.end_backup(write.entry, kept)
+        else:
+            table.end_write(write.entry, kept)
         if write.kind is WriteKind.STORE:
             counters.stored_chunks += kept
             counters.dropped_store_chunks += not kept
         counters.spilled_chunks += kept and write.kind is WriteKind.SPILL
         counters.returned_chunks += kept and write.kind is WriteKind.KEEP
+        counters.backed_up_chunks += kept and write.kind is WriteKind.BACKUP
+        if write.kind is WriteKind.BACKUP and not kept and table.resident(write.entry):
+            self.unbacked.append((write.entry, table.generation[write.entry]))
 
     def has_room(self, device: int) -> bool:
         """Whether a slot of the device is free."""
@@ -137,6 +158,23 @@ class Pool:
         if device not in self.usable:
             return 0.0
         return self.bandwidth[device] / sum(self.bandwidth[i] for i in self.usable)
+
+    def claim_backup(self, memory: int, size: int, stamp: int) -> int:
+        """Return a slower device with a free slot for the copy of a chunk in memory; -1: none.
+
+        Memory does not outlive the process, and what is left of a prefix without its first chunks
+        is nothing. Colder chunks make room. A chunk that is being copied cannot leave memory, so at
+        most half of a module's are at a time.
+        """
+        if self.backups_from[memory] * 2 >= self.table.slots[memory].capacity:
+            return -1
+        order = sorted(self.slower, key=lambda d: (self.backup_bytes[d] + size) / self.bandwidth[d])
+        device = next((d for d in order if self.has_room(d)), -1)
+        if device < 0 and self.table.leaves.any_below(stamp):
+            device = self.evict_for(order, stamp)
+        if device >= 0:
+            self.backup_bytes[device] += size
+        return device
 
     def evict_for(self, devices: Sequence[int], limit: int) -> int:
         """Free a slot by evicting chunks colder than `limit`; return its device, -1 if none."""

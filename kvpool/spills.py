@@ -10,7 +10,7 @@ from kvpool import placement
 from kvpool.plan import MovePlan
 from kvpool.pool import Pool, WriteKind
 from kvpool.prefix import placed_on
-from kvpool.types import Key
+from kvpool.types import NO_DEVICE, Key
 
 SPILLS_IN_FLIGHT = 16
 ATTEMPTS = 64
@@ -30,6 +30,19 @@ class _Moves:
     keys: list[Key] = field(default_factory=list)
     parents: list[Key] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+
+    def add(self, pool: Pool, entry: int, device: int, slot: int, write_id: int) -> None:
+        table = pool.table
+        parent = table.parent[entry]
+        self.write_id.append(write_id)
+        self.group.append(table.group[entry])
+        self.source_device.append(table.device0[entry])
+        self.source_slot.append(table.slot0[entry])
+        self.device.append(device)
+        self.slot.append(slot)
+        self.keys.append(table.keys[entry])
+        self.parents.append(table.keys[parent] if parent >= 0 else b"")
+        self.positions.append(table.position[entry])
 
     def plan(self) -> MovePlan:
         return MovePlan(
@@ -94,15 +107,22 @@ class _PrefixLoads:
 
 
 def take_moves(pool: Pool) -> MovePlan | None:
-    """Decide this step's spills; None where there is nothing to move.
+    """Decide this step's spills and late backups; None where there is nothing to move."""
+    moves = _Moves()
+    if pool.slower:
+        _spill(pool, moves)
+        _back_up(pool, moves)
+    return moves.plan() if moves.write_id else None
 
-    The coldest chunks in memory go while free slots are below the low-water mark plus what
-    placement wanted. A chunk that lies on a slower device as well only loses its copy in memory.
+
+def _spill(pool: Pool, moves: _Moves) -> None:
+    """Have memory emptied, the coldest chunks first.
+
+    That is while free slots are below the low-water mark plus what placement wanted. A chunk that
+    lies on a slower device as well only loses its copy in memory.
     """
     needs = {device: need for device in pool.usable_memory if (need := _need(pool, device)) > 0}
-    if not needs or not pool.slower:
-        return None
-    moves, loads, left_alone = _Moves(), _PrefixLoads(pool), []
+    loads, left_alone = _PrefixLoads(pool), []
     for _ in range(ATTEMPTS):
         if not needs or sum(pool.spills_from) >= SPILLS_IN_FLIGHT:
             break
@@ -122,7 +142,26 @@ def take_moves(pool: Pool) -> MovePlan | None:
         if not needs[memory]:
             del needs[memory]
     pool.table.spillable.push_all(left_alone)
-    return moves.plan() if moves.write_id else None
+
+
+def _back_up(pool: Pool, moves: _Moves) -> None:
+    """Copy what found no room, or no time, for its backup when it was stored."""
+    table = pool.table
+    for _ in range(min(len(pool.unbacked), ATTEMPTS)):
+        entry, generation = pool.unbacked.popleft()
+        if table.generation[entry] != generation or not table.resident(entry):
+            continue
+        if not pool.memory[table.device0[entry]] or table.device1[entry] != NO_DEVICE:
+            continue
+        device = -1
+        if table.is_idle(entry):
+            size = pool.rules.sizes[table.group[entry]]
+            device = pool.claim_backup(table.device0[entry], size, table.stamp[entry])
+        if device < 0:
+            pool.unbacked.append((entry, generation))
+            continue
+        slot = table.begin_backup(entry, device)
+        moves.add(pool, entry, device, slot, pool.open_write(entry, WriteKind.BACKUP))
 
 
 def _need(pool: Pool, device: int) -> int:
@@ -142,7 +181,8 @@ def _relieve(pool: Pool, entry: int, loads: _PrefixLoads, moves: _Moves) -> bool
     """Take one chunk out of memory, or start to; False where it has to stay."""
     table = pool.table
     if table.has_copy(entry):
-        table.drop_copy(entry)
+        table.drop_memory_copy(entry)
+        pool.counters.spilled_chunks += 1
         return True
     room = [device for device in pool.slower if pool.has_room(device)]
     if not room and not table.leaves.any_below(table.stamp[entry]):
@@ -155,13 +195,6 @@ def _relieve(pool: Pool, entry: int, loads: _PrefixLoads, moves: _Moves) -> bool
     if device < 0:
         return False
     loads.move(entry, device)
-    moves.source_device.append(table.device0[entry])
-    moves.source_slot.append(table.slot0[entry])
-    moves.device.append(device)
-    moves.slot.append(table.begin_copy(entry, device))
-    moves.write_id.append(pool.open_write(entry, WriteKind.SPILL))
-    moves.group.append(table.group[entry])
-    moves.keys.append(table.keys[entry])
-    moves.parents.append(table.keys[table.parent[entry]] if table.parent[entry] >= 0 else b"")
-    moves.positions.append(table.position[entry])
+    slot = table.begin_copy(entry, device)
+    moves.add(pool, entry, device, slot, pool.open_write(entry, WriteKind.SPILL))
     return True

@@ -10,7 +10,7 @@ import numpy as np
 from kvpool.plan import StorePlan
 from kvpool.pool import Pool, WriteKind
 from kvpool.prefix import MISSING, RequestState, WindowLoads
-from kvpool.types import Key
+from kvpool.types import NO_DEVICE, Key
 
 NOTHING = StorePlan(
     write_id=np.empty(0, np.int64),
@@ -20,6 +20,9 @@ NOTHING = StorePlan(
     keys=[],
     parents=[],
     positions=np.empty(0, np.int32),
+    backup_write_id=np.empty(0, np.int64),
+    backup_device=np.empty(0, np.uint8),
+    backup_slot=np.empty(0, np.int32),
 )
 
 
@@ -30,8 +33,9 @@ class _Offer:
     keys: Sequence[Key]
     positions: Sequence[int]
     entries: list[int] = field(default_factory=list)
-    # offer -> (write id, parent's key)
-    writes: dict[int, tuple[int, Key]] = field(default_factory=dict)
+    # offer -> (write id, write id of the backup or -1, parent's key)
+    writes: dict[int, tuple[int, int, Key]] = field(default_factory=dict)
+    backups_fit: bool = True  # until one does not
 
     def group(self, i: int) -> int:
         return self.keys[i][-1]
@@ -127,10 +131,20 @@ def _store(pool: Pool, offer: _Offer, request: RequestState, i: int, load: Seque
         pool.counters.dropped_store_chunks += 1
         return MISSING
     leading = group in pool.rules.full
-    entry = table.add(offer.keys[i], parent, group, position, device, request.stamp, leading)
+    backup = -1
+    if pool.backup and pool.memory[device] and offer.backups_fit:
+        backup = pool.claim_backup(device, pool.rules.sizes[group], request.stamp)
+        offer.backups_fit = backup >= 0
+    entry = table.add(
+        offer.keys[i], parent, group, position, device, request.stamp, leading, backup
+    )
     request.chains[group].set_entry(position, entry, table)
     parent_key = table.keys[parent] if parent >= 0 else b""
-    offer.writes[i] = pool.open_write(entry, WriteKind.STORE), parent_key
+    if pool.backup and pool.memory[device] and backup < 0:
+        pool.unbacked.append((entry, table.generation[entry]))
+    write_id = pool.open_write(entry, WriteKind.STORE)
+    backup_write_id = pool.open_write(entry, WriteKind.BACKUP) if backup >= 0 else -1
+    offer.writes[i] = write_id, backup_write_id, parent_key
     offer.entries[i] = entry
     return entry
 
@@ -156,12 +170,17 @@ def _plan(pool: Pool, offer: _Offer) -> StorePlan:
     table = pool.table
     chosen = sorted(offer.writes)
     entries = np.array([offer.entries[i] for i in chosen], dtype=np.int64)
+    backup_write_id = np.array([offer.writes[i][1] for i in chosen], dtype=np.int64)
+    backed_up = backup_write_id >= 0
     return StorePlan(
         write_id=np.array([offer.writes[i][0] for i in chosen], dtype=np.int64),
         group=table.group_view[entries],
         device=table.device0_view[entries],
         slot=table.slot0_view[entries],
         keys=[offer.keys[i] for i in chosen],
-        parents=[offer.writes[i][1] for i in chosen],
+        parents=[offer.writes[i][2] for i in chosen],
         positions=table.position_view[entries],
+        backup_write_id=backup_write_id,
+        backup_device=np.where(backed_up, table.device1_view[entries], NO_DEVICE).astype(np.uint8),
+        backup_slot=np.where(backed_up, table.slot1_view[entries], -1).astype(np.int32),
     )

@@ -5,9 +5,10 @@ so there are as many entries as slots. Its life:
 
     free --add--> writing --end_write(ok)--> readable
     writing --end_write(failed)--> free
+    writing, readable --end_backup--> the same        (a chunk in memory got its copy, or did not)
     readable --begin_copy / end_write--> readable     (a second copy is made: keep or spill)
     writing, readable --drop--> free, or doomed where it is pinned or a write is under way
-    doomed --unpin, end_write--> free
+    doomed --unpin, end_write, end_backup--> free
 
 `writing` and `readable` entries are *resident*: the index knows them, they have a parent and
 children, and a parent is resident as long as its children are. Slots go back with the entry,
@@ -27,13 +28,16 @@ import numpy.typing as npt
 
 from kvpool.errors import ConfigurationError, KVPoolError
 from kvpool.recency import ENTRY_BITS, LazyHeap
+from kvpool.slots import Slots
 from kvpool.types import NO_DEVICE, Key
 
 FREE, WRITING, READABLE, DOOMED = range(4)
 STATE_NAMES = ("free", "writing", "readable", "doomed")
 
-# Flags. A busy entry has one write (store, keep or spill) that is not acknowledged yet.
-BUSY = 1
+# Flags. A busy entry has one write (store, keep or spill) that is not acknowledged yet; of one that
+# is being backed up, a copy is on its way from memory to a slower device. Both may be so at once.
+BUSY, BACKING = 1, 32
+HELD = BUSY | BACKING
 RETIRE_FIRST, RETIRE_SECOND = 2, 4
 _LEAF_QUEUED, _SPILL_QUEUED = 8, 16
 _QUEUED = _LEAF_QUEUED | _SPILL_QUEUED
@@ -48,26 +52,6 @@ class TransitionError(KVPoolError):
     """An entry was asked for a step that its state does not allow."""
 
 
-class Slots:
-    """The slots of one device. Free ones form a stack, so that a chain gets neighbours."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.retired, self.doomed = capacity, 0, 0
-        self.free = array("i", range(capacity - 1, -1, -1))
-
-    @property
-    def used(self) -> int:
-        """Slots that hold something, or did until it is safe to reuse them."""
-        return self.capacity - self.retired - len(self.free)
-
-    def give_back(self, slot: int, retire: bool) -> None:
-        """Free a slot, or take it out of use for good."""
-        if retire:
-            self.retired += 1
-        else:
-            self.free.append(slot)
-
-
 def _view(column: Any, kind: type[np.generic]) -> npt.NDArray[Any]:
     return np.frombuffer(column, dtype=kind)
 
@@ -75,9 +59,9 @@ def _view(column: Any, kind: type[np.generic]) -> npt.NDArray[Any]:
 class Table:
     """Entries, their tree, pins, slots, and the two orders in which chunks are given up.
 
-    `slots[d]` is the number of slots of device d, `memory[d]` whether it is DRAM. A second copy of
-    a chunk (`device1`) is always in memory, except while a spill is under way: then it is the
-    target.
+    `slots[d]` is the number of slots of device d, `memory[d]` whether it is DRAM. Of two copies
+    one is in memory: the second (`device1`) of a chunk that was kept as it passed, the first of
+    one that was backed up. While a spill or a backup is under way, the second is its target.
     """
 
     def __init__(self, slots: Sequence[int], memory: Sequence[bool]) -> None:
@@ -137,10 +121,12 @@ class Table:
         device: int,
         stamp: int,
         leading: bool = True,
+        backup: int = -1,
     ) -> int:
         """Make an entry that is being written to a free slot of `device`; `parent` -1: a root.
 
-        A `leading` child is found first below its parent: the one that prefixes go on with.
+        A `leading` child is found first below its parent: the one that prefixes go on with. With
+        `backup`, a device, the chunk is then copied to a slot of that one too.
         """
         if key in self.index:
             raise TransitionError(f"{key.hex()}: already there")
@@ -154,6 +140,9 @@ class Table:
         self.flags[entry] = (self.flags[entry] & _QUEUED) | BUSY
         self.group[entry], self.position[entry], self.stamp[entry] = group, position, stamp
         self.device0[entry], self.slot0[entry] = device, slot
+        if backup >= 0:
+            self.device1[entry], self.slot1[entry] = backup, self.slots[backup].free.pop()
+            self.flags[entry] |= BACKING
         if parent >= 0:
             before = -1 if leading else self.first_child[parent]
             self._link(parent, entry, before)
@@ -178,15 +167,33 @@ class Table:
         self.state[entry] = READABLE
         self._offer(entry)
 
+    def end_backup(self, entry: int, ok: bool) -> None:
+        """The entry's backup was acknowledged by all ranks; its store may not have been yet."""
+        if not self.flags[entry] & BACKING:
+            raise TransitionError(f"{self._name(entry)}: no backup is under way")
+        self.flags[entry] &= ~BACKING
+        if self.state[entry] == DOOMED:
+            self._release_doomed(entry)
+            return
+        if not ok:
+            self._free_second(entry)
+        self._offer(entry)
+
     def begin_copy(self, entry: int, device: int) -> int:
         """Reserve a slot of `device` for a second copy of a readable chunk, and return it."""
-        if self.state[entry] != READABLE or self.flags[entry] & BUSY:
+        if self.state[entry] != READABLE or self.flags[entry] & HELD:
             raise TransitionError(f"{self._name(entry)}: cannot be copied now")
         if self.device1[entry] != NO_DEVICE:
             raise TransitionError(f"{self._name(entry)}: has two copies")
         slot = self.slots[device].free.pop()
         self.device1[entry], self.slot1[entry] = device, slot
         self.flags[entry] |= BUSY
+        return slot
+
+    def begin_backup(self, entry: int, device: int) -> int:
+        """Reserve a slot of `device` for a copy of a chunk in memory that stays there too."""
+        slot = self.begin_copy(entry, device)
+        self.flags[entry] ^= HELD  # from busy to being backed up
         return slot
 
     def _end_copy(self, entry: int, ok: bool) -> None:
@@ -196,10 +203,12 @@ class Table:
         if not ok or (moved and not self.pins[entry]):
             self._free_second(entry)
 
-    def drop_copy(self, entry: int) -> None:
-        """Free the second copy of an entry that nobody reads."""
-        if self.device1[entry] == NO_DEVICE or self.flags[entry] & BUSY or self.pins[entry]:
+    def drop_memory_copy(self, entry: int) -> None:
+        """Free the slot in memory of an entry that has two copies and that nobody reads."""
+        if not self.has_copy(entry) or self.pins[entry]:
             raise TransitionError(f"{self._name(entry)}: no copy to drop now")
+        if self.memory[self.device0[entry]]:
+            self._swap_locations(entry)
         self._free_second(entry)
         self._offer(entry)
 
@@ -251,7 +260,7 @@ class Table:
 
     def _release_doomed(self, entry: int) -> None:
         """Free a doomed entry, unless it is still pinned or under a write."""
-        if self.pins[entry] or self.flags[entry] & BUSY:
+        if self.pins[entry] or self.flags[entry] & HELD:
             return
         self._count_doomed(entry, -1)
         if self.device1[entry] != NO_DEVICE:
@@ -295,7 +304,7 @@ class Table:
     def clear(self) -> None:
         """Drop everything at once."""
         resident = (self.state_view == WRITING) | (self.state_view == READABLE)
-        held = (self.pins_view != 0) | ((self.flags_view & BUSY) != 0)
+        held = (self.pins_view != 0) | ((self.flags_view & HELD) != 0)
         for links in (self.parent, self.first_child, self.next_sibling, self.previous_sibling):
             _view(links, np.int32).fill(-1)
         self.children_view.fill(0)
@@ -326,7 +335,7 @@ class Table:
     def lose_device(self, device: int) -> int:
         """Drop all that lies on a broken device and nowhere else; return how many chunks."""
         resident = (self.state_view == WRITING) | (self.state_view == READABLE)
-        idle = (self.flags_view & BUSY) == 0
+        idle = (self.flags_view & HELD) == 0
         for entry in np.flatnonzero(resident & idle & (self.device1_view == device)).tolist():
             self._free_second(entry)
             self._offer(entry)
@@ -343,7 +352,7 @@ class Table:
 
     def has_copy(self, entry: int) -> bool:
         """Whether the chunk can be read from two places."""
-        return self.device1[entry] != NO_DEVICE and not self.flags[entry] & BUSY
+        return self.device1[entry] != NO_DEVICE and not self.flags[entry] & HELD
 
     def _name(self, entry: int) -> str:
         state = STATE_NAMES[self.state[entry]]
@@ -402,9 +411,10 @@ class Table:
             self.stamp[entry] = stamp
             entry = self.parent[entry]
 
-    def _idle(self, entry: int) -> bool:
+    def is_idle(self, entry: int) -> bool:
+        """Whether a chunk is readable, and nothing reads or writes it."""
         return (
-            self.state[entry] == READABLE and not self.pins[entry] and not self.flags[entry] & BUSY
+            self.state[entry] == READABLE and not self.pins[entry] and not self.flags[entry] & HELD
         )
 
     def in_memory(self, entry: int) -> bool:
@@ -415,7 +425,7 @@ class Table:
 
     def _offer(self, entry: int) -> None:
         """Queue an idle entry for eviction and spilling, where it qualifies."""
-        if not self._idle(entry):
+        if not self.is_idle(entry):
             return  # offered again when that ends
         if not self.children[entry]:
             self.leaves.push(entry)
@@ -425,7 +435,7 @@ class Table:
     def _offer_many(self, entries: Entries) -> None:
         """`_offer` for unpinned resident entries. Few lack a record, so the loop is short."""
         flags = self.flags_view[entries]
-        idle = (self.state_view[entries] == READABLE) & ((flags & BUSY) == 0)
+        idle = (self.state_view[entries] == READABLE) & ((flags & HELD) == 0)
         leaf = idle & (self.children_view[entries] == 0) & ((flags & _LEAF_QUEUED) == 0)
         self.leaves.push_all(entries[leaf].tolist())
         if self._spills:
@@ -448,7 +458,7 @@ class Table:
             entry = self.leaves.pop_below(limit)
             if entry < 0:
                 break
-            if not self._idle(entry) or left.get(entry, self.children[entry]):
+            if not self.is_idle(entry) or left.get(entry, self.children[entry]):
                 continue  # offered again when that changes
             victims.append(entry)
             found.setdefault(self.device0[entry], len(victims))
@@ -471,6 +481,6 @@ class Table:
         The caller moves it or puts it back with `spillable.push`.
         """
         while (entry := self.spillable.pop_below(1 << 62)) >= 0:
-            if self._idle(entry) and self.in_memory(entry):
+            if self.is_idle(entry) and self.in_memory(entry):
                 return entry
         return -1

@@ -110,6 +110,8 @@ class DeviceCounters:
     read_failures: int = 0
     write_failures: int = 0
     checksum_failures: int = 0
+    stalls: int = 0  # times that it stopped answering
+    error: int = 0  # errno of the newest failure, 0: none
     queue_depth: int = 0  # a gauge: requests queued or in flight at the time of the report
 
 
@@ -127,6 +129,8 @@ class WorkerReport:
     finished_loads: dict[int, int] = field(default_factory=dict)  # load id -> ranks
     # (device index, rank) -> counters
     counters: dict[tuple[int, int], DeviceCounters] = field(default_factory=dict)
+    # (device index, rank) -> whether a trial of a device that had failed succeeded
+    trials: dict[tuple[int, int], bool] = field(default_factory=dict)
     load_seconds: list[float] = field(default_factory=list)
     store_seconds: list[float] = field(default_factory=list)
 
@@ -161,6 +165,7 @@ class PoolSnapshot:
     evicted_chunks: int
     spilled_chunks: int
     returned_chunks: int
+    backed_up_chunks: int
     pending_writes: int
     lookup_hits: int = 0
     lookup_pendings: int = 0

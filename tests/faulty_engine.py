@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Unpack
 
-from kvpool.faults import FaultEngine, FaultKind
+from kvpool.faults import FaultEngine, FaultKind, FaultRule
 from kvpool.native import IoPath, Shape
 
 
@@ -42,6 +43,11 @@ class FaultyEngine(FaultEngine):
         self.set_shape(device, read_bytes_s, write_bytes_s, shape.get("latency_us", 0))
         self.faulty = (*self.faulty, device)
         return device
+
+    def break_files(self, seed: int, rules: Sequence[FaultRule]) -> None:
+        """Give all files the same rules; each has its own luck."""
+        for index, device in enumerate(self.faulty):
+            self.set_faults(device, seed * 64 + index, rules, self.volatile_bytes)
 
     def mend_files(self) -> None:
         """End all faults, and what is stuck. What is not flushed stays so."""

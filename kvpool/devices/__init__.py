@@ -20,13 +20,14 @@ def open_device(
     ranks: int,
     owner: int | str,
     slot_bytes: int,
+    replicas: int = 1,
 ) -> Device:
     """Open this rank's part of a device and have `engine` serve it.
 
     `namespace` (32 bytes) stands for all that makes bytes comparable, `owner` for the
-    data-parallel rank; `slot_bytes` is a multiple of 4096. Raises ConfigurationError,
-    ForeignContentError, ContainerError and DeviceError.
+    data-parallel rank, of which this host has `replicas`; `slot_bytes` is a multiple of 4096.
+    Raises ConfigurationError, ForeignContentError, ContainerError and DeviceError.
     """
     if config.kind == "dram":
-        return DramDevice(config, engine, ranks, slot_bytes)
-    return FlashDevice(config, engine, namespace, rank, ranks, str(owner), slot_bytes)
+        return DramDevice(config, engine, ranks * replicas, slot_bytes)
+    return FlashDevice(config, engine, namespace, rank, ranks, str(owner), slot_bytes, replicas)

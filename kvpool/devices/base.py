@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.container import Container
-from kvpool.layout import StoredHeaders
 from kvpool.native import Arena
+from kvpool.plan import StoredHeaders
 from kvpool.types import DeviceReport, Key, PageType, Profile
 
 Int32 = npt.NDArray[np.int32]
@@ -49,7 +49,8 @@ class Device(ABC):
 
     A device translates slots to offsets and keeps what is known of each slot; the native engine
     moves the bytes, under `index`. `name` is its label, unique in a pool, the same on all ranks;
-    `checksums` (shape (slots,)) holds the CRC32C of each slot's payload as it was written.
+    `checksums` (shape (slots,)) holds the CRC32C of each slot's payload as it was written;
+    `damaged_headers` counts those that a restart met, each the loss of one chunk.
 
     The caller guarantees: one thread for all methods; slots are within range; a slot is recorded
     after its payload was written; two header writes with one offset are never in flight together;
@@ -67,6 +68,7 @@ class Device(ABC):
     index: int
     checksums: UInt32
     survivors: StoredHeaders
+    damaged_headers: int = 0
 
     @abstractmethod
     def offsets(self, slots: Int32) -> UInt64:

@@ -19,8 +19,8 @@ from kvpool.devices.base import (
 )
 from kvpool.errors import ConfigurationError
 from kvpool.host import Host
-from kvpool.layout import StoredHeaders
 from kvpool.native import Arena, Engine
+from kvpool.plan import StoredHeaders
 from kvpool.types import Key, PageType
 from kvpool.units import format_bytes
 

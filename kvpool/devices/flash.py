@@ -19,8 +19,8 @@ from kvpool.devices.base import (
     UInt64,
 )
 from kvpool.errors import ConfigurationError
-from kvpool.layout import StoredHeaders
 from kvpool.native import Engine, IoPath
+from kvpool.plan import StoredHeaders
 from kvpool.types import Key, PageType
 from kvpool.units import format_bytes
 
@@ -39,6 +39,7 @@ class FlashDevice(Device):
         ranks: int,
         owner: str,
         slot_bytes: int,
+        replicas: int,
     ) -> None:
         """Open, or create, the container and lease this rank's share of it.
 
@@ -46,7 +47,7 @@ class FlashDevice(Device):
         and Engine.add_file_device raise.
         """
         self.name, self.kind, self.slot_bytes = config.name, config.kind, slot_bytes
-        sharing = 1 if config.per_rank else ranks
+        sharing = (1 if config.per_rank else ranks) * config.engines * replicas
         size = config.rank_size_bytes(ranks) if config.per_rank else config.size_bytes
         self._engine = engine
         self._container = Container.open(config.rank_path(rank), size)
@@ -59,6 +60,7 @@ class FlashDevice(Device):
             self._lease = self._container.acquire(namespace, rank, owner, self.slots, slot_bytes)
             fresh = self._lease.fresh
             self.survivors = StoredHeaders.none() if fresh else self._lease.read_headers()
+            self.damaged_headers = self._lease.damaged_headers
             self.index = add_to_engine(config, engine, self._container)
         except BaseException:
             self._container.close()

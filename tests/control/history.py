@@ -61,11 +61,17 @@ class History:
     """Steps to take in any order; `check` compares all that must hold."""
 
     def __init__(
-        self, groups: tuple[GroupGeometry, ...], pool: str, ranks: int, placement: str, seed: int
+        self,
+        groups: tuple[GroupGeometry, ...],
+        pool: str,
+        ranks: int,
+        placement: str,
+        seed: int,
+        backup: bool,
     ) -> None:
         devices = [device(name, slots, speed, speed / 2) for name, slots, speed in POOLS[pool]]
         self.groups = groups
-        self.orchestrator = make(devices, groups, ranks, placement)
+        self.orchestrator = make(devices, groups, ranks, placement, backup)
         self.plane = FakeDataPlane(self.orchestrator, ranks, random.Random(seed))
         self.running: list[Running] = []
         self.started = 0
@@ -168,11 +174,23 @@ class History:
     def break_device(self, which: int) -> None:
         pool = pool_of(self.orchestrator)
         which %= len(pool.devices)
-        failures = {(which, 0): counters(write_failures=3)}
+        failures = {(which, 0): counters(read_failures=3)}
         self.orchestrator.acknowledge(WorkerReport(counters=failures))
         assert pool.devices[which].state is DeviceState.FAILED
         for entry in pool.table.index.values():
             assert pool.table.device0[entry] != which
+
+    def fill_device(self, which: int) -> None:
+        """A device takes no more writes, until a trial says that it does."""
+        pool = pool_of(self.orchestrator)
+        which %= len(pool.devices)
+        was_ok = pool.devices[which].state is DeviceState.OK
+        report = WorkerReport(counters={(which, 0): counters(write_failures=3)})
+        if not was_ok:
+            report = WorkerReport(trials={(which, rank): True for rank in range(self.plane.ranks)})
+        self.orchestrator.acknowledge(report)
+        state = DeviceState.READ_ONLY if was_ok else DeviceState.OK
+        assert pool.devices[which].state is state
 
     def check(self) -> None:
         check_table(self.orchestrator)
@@ -227,7 +245,7 @@ class History:
             elif dice < 0.995:
                 self.reset()
             elif failure_rate:
-                self.break_device(rng.randrange(3))
+                rng.choice((self.break_device, self.fill_device))(rng.randrange(3))
             self.check()
         now = self.orchestrator.snapshot()
         seen = Counter(
@@ -236,6 +254,7 @@ class History:
             evicted=now.evicted_chunks,
             spilled=now.spilled_chunks,
             returned=now.returned_chunks,
+            backed_up=now.backed_up_chunks,
             hit=sum(row.hit_chunks for row in now.devices),
             retired=sum(row.retired_slots for row in now.devices),
         )

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvpool.orchestrator import Orchestrator, RequestState
 from kvpool.plan import LoadPlan, MovePlan, StorePlan
-from kvpool.pool import Pool
-from kvpool.table import BUSY, DOOMED, FREE, READABLE, WRITING, Table
+from kvpool.pool import Pool, WriteKind
+from kvpool.table import BACKING, BUSY, DOOMED, FREE, HELD, READABLE, WRITING, Table
 from kvpool.types import (
     NO_DEVICE,
     DeviceCounters,
@@ -57,8 +57,9 @@ def make(
     groups: Sequence[GroupGeometry] = (FULL,),
     ranks: int = 1,
     placement: str = "proportional",
+    backup: bool = False,
 ) -> Orchestrator:
-    orchestrator = Orchestrator(geometry(*groups), ranks, placement)
+    orchestrator = Orchestrator(geometry(*groups), ranks, placement, backup)
     orchestrator.attach(devices)
     return orchestrator
 
@@ -153,6 +154,8 @@ class _Write:
     source: Place | None
     ranks: set[int]
     key: Key
+    backup: _Write | None = None  # may begin on a rank that has ended this one
+    waiting: set[int] = field(default_factory=set)  # ranks that may not begin yet
 
 
 @dataclass
@@ -183,7 +186,8 @@ class FakeDataPlane:
     def _begin_write(self, write: _Write) -> None:
         for other in self.writes:
             assert other.target != write.target, f"{write.target} is under two writes"
-            assert other.source != write.target, f"{write.target} is written while it is copied"
+            copied = other.source == write.target and other.waiting == set()
+            assert not copied, f"{write.target} is written while it is copied"
         assert write.target not in self._being_read(), f"{write.target} is written while read"
         assert all(place != write.target for _, place in self.bad), "a bad slot is used again"
         self.writes.append(write)
@@ -196,13 +200,16 @@ class FakeDataPlane:
         }
 
     def take_store(self, plan: StorePlan) -> None:
-        for write_id, d, slot, k in zip(
-            plan.write_id, plan.device, plan.slot, plan.keys, strict=True
-        ):
-            everyone = set(range(self.ranks))
-            self._begin_write(
-                _Write(int(write_id), (int(d), int(slot)), (k, int(write_id)), None, everyone, k)
-            )
+        for i, k in enumerate(plan.keys):
+            write_id, place = int(plan.write_id[i]), (int(plan.device[i]), int(plan.slot[i]))
+            write = _Write(write_id, place, (k, write_id), None, set(range(self.ranks)), k)
+            self._begin_write(write)
+            if plan.backup_device[i] != NO_DEVICE:
+                target = (int(plan.backup_device[i]), int(plan.backup_slot[i]))
+                backup_id = int(plan.backup_write_id[i])
+                write.backup = _Write(backup_id, target, None, place, set(range(self.ranks)), k)
+                write.backup.waiting = set(range(self.ranks))
+                self._begin_write(write.backup)
 
     def take_moves(self, plan: MovePlan) -> None:
         for i in range(len(plan.write_id)):
@@ -247,7 +254,10 @@ class FakeDataPlane:
                 self.orchestrator.complete_load(load.request)
 
     def _work_write(self, write: _Write, report: WorkerReport, failure_rate: float) -> None:
-        rank = self.rng.choice(sorted(write.ranks))
+        ready = sorted(write.ranks - write.waiting)
+        if not ready:
+            return
+        rank = self.rng.choice(ready)
         write.ranks.discard(rank)
         content = write.content
         if write.source is not None:
@@ -263,11 +273,23 @@ class FakeDataPlane:
             self.failed_ids.add(write.write_id)
         target = report.finished_writes if ok else report.failed_writes
         target[write.write_id] = target.get(write.write_id, 0) + 1
+        if write.backup is not None:
+            self._start_backup(write.backup, rank, ok, report)
         if not write.ranks:
             self.writes.remove(write)
             if write.content is not None and write.write_id not in self.failed_ids:
                 # A write from before a reset may end after a newer one of the same chunk.
                 self.stored[write.key] = max(self.stored.get(write.key, 0), write.write_id)
+
+    def _start_backup(self, backup: _Write, rank: int, ok: bool, report: WorkerReport) -> None:
+        """A rank has ended a store: it copies the chunk, or says that it will not."""
+        backup.waiting.discard(rank)
+        if not ok:
+            backup.ranks.discard(rank)
+            failed = report.failed_writes
+            failed[backup.write_id] = failed.get(backup.write_id, 0) + 1
+            if not backup.ranks:
+                self.writes.remove(backup)
 
     def _work_load(self, load: _Load, report: WorkerReport, failure_rate: float) -> bool:
         """Read all chunks of a load on one rank; True where that was the last rank."""
@@ -326,11 +348,11 @@ def _check_entries(table: Table) -> None:
         assert table.keys[entry] == k
     for entry in range(table.capacity):
         if table.state[entry] == DOOMED:
-            assert table.pins[entry] or table.flags[entry] & BUSY, "doomed for nothing"
+            assert table.pins[entry] or table.flags[entry] & HELD, "doomed for nothing"
         if table.state[entry] == WRITING:
             assert table.flags[entry] & BUSY and not table.pins[entry]
         if table.state[entry] == FREE:
-            assert not table.pins[entry] and not table.flags[entry] & BUSY
+            assert not table.pins[entry] and not table.flags[entry] & HELD
 
 
 def _check_slots(table: Table) -> None:
@@ -388,7 +410,7 @@ def _check_heaps(table: Table) -> None:
         idle = (
             table.state[entry] == READABLE
             and not table.pins[entry]
-            and not table.flags[entry] & BUSY
+            and not table.flags[entry] & HELD
         )
         if idle and not table.children[entry]:
             assert table.flags[entry] & table.leaves._bit, "a leaf that can never be evicted"
@@ -403,10 +425,11 @@ def _check_work(orchestrator: Orchestrator, table: Table) -> None:
     for load in orchestrator._loads._open.values():
         pins.update(int(e) for e in load.entries if e >= 0)
     assert all(table.pins[e] == pins[e] for e in range(table.capacity)), "pins do not balance"
-    busy = [write.entry for write in pool.writes.values()]
-    assert len(set(busy)) == len(busy), "an entry is under two writes"
-    assert {e for e in range(table.capacity) if table.flags[e] & BUSY} == set(busy)
-    assert all(count >= 0 for count in pool.spills_from)
+    for flag, backups in ((BUSY, False), (BACKING, True)):
+        writes = [w.entry for w in pool.writes.values() if (w.kind is WriteKind.BACKUP) == backups]
+        assert len(set(writes)) == len(writes), "an entry is under two writes of a kind"
+        assert {e for e in range(table.capacity) if table.flags[e] & flag} == set(writes)
+    assert all(count >= 0 for count in pool.spills_from + pool.backups_from)
     assert sum(pool.spills_from) <= 16
 
 

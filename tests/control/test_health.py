@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from kvpool.health import DeviceHealth
@@ -22,7 +24,7 @@ from tests.control.rig import (
     write_report,
 )
 
-OK, FAILED = DeviceState.OK, DeviceState.FAILED
+OK, READ_ONLY, FAILED = DeviceState.OK, DeviceState.READ_ONLY, DeviceState.FAILED
 GOOD = counters(bytes_read=SIZE)
 BAD_READ, BAD_WRITE = counters(read_failures=1), counters(write_failures=1)
 
@@ -43,8 +45,12 @@ def saturated(rate_gb_s: float, seconds: float) -> DeviceCounters:
     [
         ([BAD_READ] * 2, OK),
         ([BAD_READ] * 3, FAILED),
-        ([BAD_WRITE, BAD_READ, BAD_WRITE], FAILED),
-        ([counters(write_failures=3)], FAILED),
+        ([BAD_WRITE, BAD_READ, BAD_WRITE], OK),
+        ([BAD_WRITE, BAD_READ, BAD_WRITE, BAD_WRITE], READ_ONLY),
+        ([counters(write_failures=3)], READ_ONLY),
+        ([counters(write_failures=3), GOOD, counters(read_failures=3)], FAILED),
+        ([counters(read_failures=3), counters(write_failures=3)], FAILED),
+        ([counters(stalls=1, queue_depth=4)], FAILED),
         ([BAD_READ, BAD_READ, GOOD, BAD_READ, BAD_READ], OK),
         ([BAD_READ, BAD_READ, counters(), BAD_READ], FAILED),
         ([counters(checksum_failures=9)], OK),
@@ -63,6 +69,30 @@ def test_failing_is_told_once() -> None:
     assert told == [False, False, True, False, False, False]
 
 
+def test_what_is_told_names_the_error() -> None:
+    full = health(*[counters(write_failures=1, error=errno.ENOSPC)] * 3)
+    assert full.reason == "writes fail (ENOSPC)"
+    assert health(counters(stalls=1)).reason == "does not answer"
+
+
+def test_far_too_slow_for_long() -> None:
+    assert health(*[saturated(0.01, 0.5)] * 3).state is OK
+    assert health(*[saturated(0.01, 0.5)] * 4).state is FAILED
+    assert health(*[saturated(0.01, 0.5), saturated(0.5, 0.5)] * 9).state is OK
+    assert health(*[saturated(0.03, 0.5)] * 99).state is OK
+
+
+def test_a_trial_on_every_rank_brings_it_back() -> None:
+    broken = health(counters(stalls=1), saturated(0.2, 1.0))
+    assert not broken.passed_trial(0, True, ranks=2) and broken.state is FAILED
+    assert not broken.passed_trial(1, False, ranks=2), "one rank's success does not last"
+    assert not broken.passed_trial(1, True, ranks=2)
+    assert broken.passed_trial(0, True, ranks=2)
+    assert broken.state is OK and broken.reason == ""
+    assert broken.read_bandwidth_bytes_s == 1e9, "as it was measured"
+    assert broken.observe(0, counters(read_failures=3)), "and it can fail again"
+
+
 def test_one_ranks_success_does_not_excuse_another() -> None:
     broken = DeviceHealth(device("file", 8, 1.0))
     for _ in range(3):
@@ -73,7 +103,7 @@ def test_one_ranks_success_does_not_excuse_another() -> None:
 
 def test_history_is_bounded() -> None:
     busy = health(counters(bytes_read=SIZE * 10**6), *[GOOD] * 1000)
-    assert all(len(rank.failed) <= 100 for rank in busy._ranks.values())
+    assert all(len(rank.reads.failed) <= 100 for rank in busy._ranks.values())
 
 
 def test_a_rate_that_halves_is_learned_within_half_a_second() -> None:
@@ -128,7 +158,7 @@ def test_a_failed_device_is_dropped_and_gets_nothing_new() -> None:
     row = orchestrator.snapshot().devices[1]
     assert (row.state, row.chunks, row.share_weight) == (FAILED, 0, 0.0)
     announcements = orchestrator.take_announcements()
-    assert len(announcements) == 1 and announcements[0].startswith("file: failed")
+    assert len(announcements) == 1 and announcements[0].startswith("file: reads fail: left")
     assert orchestrator.take_announcements() == []
     assert devices_of(store(orchestrator, "b", 4)) == [0] * 4
     assert orchestrator.take_moves() is None

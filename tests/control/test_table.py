@@ -135,7 +135,7 @@ def test_a_kept_copy_is_added() -> None:
     table.end_write(entry, True)
     assert table.has_copy(entry)
     assert (table.device1[entry], table.slot1[entry]) == (DRAM, slot)
-    table.drop_copy(entry)
+    table.drop_memory_copy(entry)
     assert table.device1[entry] == NO_DEVICE and len(table.slots[DRAM].free) == 4
 
 
@@ -304,7 +304,7 @@ ILLEGAL = {
     "unpin unpinned": lambda t, w, r: t.unpin(pins(r)),
     "no write": lambda t, w, r: t.end_write(r, True),
     "copy while writing": lambda t, w, r: t.begin_copy(w, SSD),
-    "no copy": lambda t, w, r: t.drop_copy(r),
+    "no copy": lambda t, w, r: t.drop_memory_copy(r),
     "drop free": lambda t, w, r: t.drop(3),
 }
 

@@ -9,9 +9,11 @@ import numpy as np
 
 from kvpool import native
 from kvpool.config import PoolConfig, from_mapping
-from kvpool.dataplane import DataPlane, FinishedJob
+from kvpool.dataplane import DataPlane
 from kvpool.devices import open_device
+from kvpool.jobs import FinishedJob
 from kvpool.orchestrator import Orchestrator, RequestState
+from kvpool.stalls import STALLED_S
 from kvpool.types import Geometry, GroupGeometry, GroupKind, Key, Outcome, Profile
 
 CHUNK_TOKENS = 256
@@ -41,10 +43,14 @@ class Rig:
         pages: int = 256,
         profiles: Sequence[Profile] | None = None,
         shapes: Sequence[int] | None = None,
+        backup: bool = False,
+        engine: native.Engine | None = None,
+        stalled_s: float = STALLED_S,
+        namespace: bytes = NAMESPACE,
     ) -> None:
         config: PoolConfig = from_mapping({"devices": list(devices)})
         self.geometry = one_group(slot_bytes)
-        self.engine = native.Engine(slot_bytes)
+        self.engine = engine or native.Engine(slot_bytes)
         self.memory = native.Arena(pages * slot_bytes)
         self.pages = self.memory.array[: pages * slot_bytes].reshape(pages, slot_bytes)
         self.engine.add_group([self.memory.address], [slot_bytes], [slot_bytes], 1)
@@ -52,7 +58,7 @@ class Rig:
             open_device(
                 device,
                 self.engine,
-                namespace=NAMESPACE,
+                namespace=namespace,
                 rank=0,
                 ranks=1,
                 owner=0,
@@ -62,12 +68,13 @@ class Rig:
         ]
         for device, rate in zip(self.devices, shapes or [], strict=False):
             self.engine.set_shape(device.index, rate, rate, 0)
-        self.plane = DataPlane(self.engine, self.devices, self.geometry)
-        self.orchestrator = Orchestrator(self.geometry, ranks=1)
+        self.plane = DataPlane(self.engine, self.devices, self.geometry, stalled_s=stalled_s)
+        self.orchestrator = Orchestrator(self.geometry, ranks=1, backup=backup)
         default = Profile(1e9, 1e9, 1e-4, 1e9)
         chosen = profiles or [default] * len(self.devices)
-        self.orchestrator.attach(
-            [device.report(profile) for device, profile in zip(self.devices, chosen, strict=True)]
+        self.restored = self.orchestrator.attach(
+            [device.report(profile) for device, profile in zip(self.devices, chosen, strict=True)],
+            [[device.survivors for device in self.devices]],
         )
         self._job = 0
 

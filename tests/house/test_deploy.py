@@ -26,7 +26,7 @@ def test_the_example_is_accepted_and_says_the_defaults() -> None:
 def test_the_example_names_every_key_and_placement(tmp_path: Path) -> None:
     text = EXAMPLE.read_text()
     keys = set(re.findall(r"^(?:# )?([a-z_]+) = ", text, re.MULTILINE))
-    assert keys == {"devices", "blocks_per_chunk", "placement", "offload_prompt_only"}
+    assert keys == set(config._KEYS) - {"config", *config.VLLM_KEYS}
     for placement in config.PLACEMENTS:
         assert f"#   {placement} " in text
     commented = tmp_path / "all.toml"
@@ -40,7 +40,7 @@ def test_a_key_that_the_example_lacks_is_refused(tmp_path: Path) -> None:
     try:
         config.from_file(other)
     except ConfigurationError as error:
-        for key in ("devices", "blocks_per_chunk", "placement", "offload_prompt_only"):
+        for key in config._KEYS:
             assert key in error.allowed
     else:
         raise AssertionError("an unknown key was accepted")

@@ -27,22 +27,37 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "host", "types", "units"}),
     frozenset(
         {"admission", "cost", "device_config", "health", "metrics", "placement"}
-        | {"plan", "pool", "prefix", "recency", "table"}
+        | {"plan", "pool", "prefix", "recency", "slots", "stalls", "table"}
     ),
-    frozenset({"config", "container", "environment", "layout", "medium", "native"}),
+    frozenset(
+        {"config", "container", "environment", "faults", "layout", "medium", "native", "weights"}
+    ),
     frozenset({"devices"}),
-    frozenset({"dataplane", "loads", "orchestrator", "probe", "probe_stream", "spills", "stores"}),
+    frozenset(
+        {"dataplane", "inspection", "jobs", "loads", "orchestrator", "probe", "probe_stream"}
+        | {"reporter", "restore", "spills", "stores", "trials"}
+    ),
     frozenset({"cli", "sim"}),
     frozenset({"connectors"}),
 )
 # Decides and does no I/O; the simulator runs it on a clock of its own.
 CONTROL_PLANE = frozenset(
     {"admission", "cost", "health", "loads", "orchestrator", "placement", "pool", "prefix"}
-    | {"recency", "spills", "stores", "table"}
+    | {"recency", "restore", "spills", "stores", "table"}
 )
 # Does I/O and decides nothing.
 DATA_PLANE = frozenset(
-    {"container", "dataplane", "devices", "layout", "medium", "native", "probe", "probe_stream"}
+    {
+        "container",
+        "dataplane",
+        "devices",
+        "jobs",
+        "layout",
+        "medium",
+        "native",
+        "probe",
+        "probe_stream",
+    }
 )
 IMPURE_MODULES = frozenset(
     {"asyncio", "datetime", "io", "mmap", "multiprocessing", "os", "pathlib", "random", "socket"}

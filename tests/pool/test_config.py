@@ -73,7 +73,7 @@ REFUSED_DEVICES = [
     ("file:?size=1GiB", "an absolute path"),
     ("file:/mnt/{host}?size=1GiB", "only {rank}"),
     ("file:/mnt/a?size=1GiB&dept=3", "did you mean depth?"),
-    ("file:/mnt/a?size=1GiB&threads=3", "options of file are size, numa, depth, io"),
+    ("file:/mnt/a?size=1GiB&threads=3", "options of file are size, engines, numa, depth, io"),
     ("file:/mnt/a?size=1GiB&depth=0", "an integer from 1 to"),
     ("file:/mnt/a?size=1GiB&io=aio", "one of auto, uring, threads"),
     ("block:nvme1n1", "an absolute path"),
@@ -119,6 +119,8 @@ REFUSED_KEYS: list[tuple[dict[str, Any], str, object, str]] = [
     ({"blocks_per_chunk": "8"}, "blocks_per_chunk", "8", "an integer from 1 to 4096"),
     ({"blocks_per_chunk": True}, "blocks_per_chunk", True, "an integer from 1 to 4096"),
     ({"offload_prompt_only": "yes"}, "offload_prompt_only", "yes", "true or false"),
+    ({"cost_model": 1}, "cost_model", 1, "true or false"),
+    ({"cost_mode": True}, "cost_mode", True, "did you mean cost_model?"),
     ({"config": 3}, "config", 3, "the path of a TOML file"),
     ({"config": "/nowhere.toml"}, "config", "/nowhere.toml", "a readable file"),
     ({"config": "x", "devices": ["dram:1GiB"]}, "config", "x", "not both"),
@@ -151,12 +153,14 @@ def test_every_key_is_used() -> None:
             "blocks_per_chunk": 4,
             "placement": "link_aware",
             "offload_prompt_only": True,
+            "cost_model": False,
             **vllm,
         }
     )
     assert pool.devices == (DeviceConfig("dram", GIB),)
     assert (pool.blocks_per_chunk, pool.placement) == (4, "link_aware")
     assert pool.offload_prompt_only is True
+    assert pool.cost_model is False
     assert pool.vllm == vllm
     assert pickle.loads(pickle.dumps(pool)) == pool
 
@@ -165,6 +169,7 @@ def test_defaults() -> None:
     pool = from_mapping({"devices": "dram:1GiB", "blocks_per_chunk": None})
     assert (pool.blocks_per_chunk, pool.placement) == (None, "proportional")
     assert pool.offload_prompt_only is False
+    assert pool.cost_model is True
     assert not pool.vllm
 
 
