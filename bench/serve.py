@@ -315,11 +315,15 @@ class Server:
 
     def close(self) -> None:
         """End it: politely, for it ends its own children, then the whole process group."""
-        self._process.terminate()
-        if not self._gone(END_TIMEOUT_S):
+        self.terminate()
+        if not self.ends_within(END_TIMEOUT_S):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._gone(END_TIMEOUT_S)
+            self.ends_within(END_TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
 
     def _healthy(self) -> bool:
         with suppress(OSError, http.client.HTTPException):
@@ -358,7 +362,8 @@ class Server:
         state = "" if code is None else f", exit code {code}"
         return ServerError("\n".join([f"vllm serve: {what}{state}; {self.log} ends with", *tail]))
 
-    def _gone(self, timeout_s: float) -> bool:
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait until it and all its children have ended; False when the time is over."""
         deadline_s = time.monotonic() + timeout_s
         while self._process.poll() is None or _living_members(self._process.pid):
             if time.monotonic() > deadline_s:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from kvpool import native
-from kvpool.dataplane import DataPlane, FinishedJob
+from kvpool.dataplane import DataPlane
+from kvpool.jobs import FinishedJob
 from kvpool.plan import Int32, Int64, LoadPlan, MovePlan, StorePlan
 from kvpool.types import Geometry, WorkerReport
 
@@ -164,6 +165,15 @@ class AcceleratorPlane:
             self._end_copy(*self._copies.popleft())
         self._advance()
 
+    def poll_devices(self) -> None:
+        """Take in what devices completed; from any thread, the accelerator is left alone."""
+        self._plane.poll()
+
+    @property
+    def eventfd(self) -> int:
+        """A file descriptor that is readable while `poll_devices` has something to take in."""
+        return self._plane.eventfd
+
     def take_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call."""
         finished, self._finished = self._finished, []
@@ -184,7 +194,8 @@ class AcceleratorPlane:
         """Drop what the named stores have not begun to copy out."""
         for job in [job for job in self._stores if job.job_id in job_ids]:
             assert isinstance(job.plan, StorePlan)
-            self._plane.refuse_writes(job.plan.write_id[job.submitted :])
+            left = np.arange(job.submitted, job.plan.device.size)
+            self._plane.refuse_stores(job.plan, left)
             job.ended += job.plan.device.size - job.submitted
             job.submitted = job.plan.device.size
             self._stores.remove(job)
@@ -197,9 +208,24 @@ class AcceleratorPlane:
         copying = {part.job.job_id for part, _ in self._copies}
         return (waiting | reading | copying) & job_ids
 
+    def try_devices(self, indices: list[int]) -> None:
+        """Try whether devices that failed work again."""
+        self._plane.try_devices(indices)
+
     def set_epoch(self, epoch: int) -> None:
         """Invalidate what was stored before `epoch`."""
         self._plane.set_epoch(epoch)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Bring to its end what was submitted; False on time-out."""
+        deadline_s = time.monotonic() + timeout_s
+        self.poll()
+        while (self._loads or self._stores or self._parts or self._copies) and (
+            left_s := deadline_s - time.monotonic()
+        ) > 0:
+            self.wait(left_s)
+            self.poll()
+        return self._plane.drain(max(deadline_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """End the copies under way, then close the data plane."""

@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpool import config
 from kvpool.connectors.vllm.geometry import default_blocks_per_chunk
+from kvpool.connectors.vllm.hits import HitCosts
 from kvpool.connectors.vllm.manager import KVPoolManager
 from kvpool.connectors.vllm.messages import (
     KVPoolConnectorMetadata,
@@ -32,15 +33,18 @@ from kvpool.connectors.vllm.spec import KVPoolSpec
 from kvpool.connectors.vllm.worker import KVPoolWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         PromMetric,
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, KVConnectorTransferResults
@@ -88,11 +92,15 @@ class KVPoolConnector(OffloadingConnector):
         if "block_size" not in extra_config:
             extra_config.setdefault("blocks_per_chunk", default_blocks_per_chunk(kv_cache_config))
         super().__init__(vllm_config, role, kv_cache_config)
+        self._hit_costs: HitCosts | None = None
         if self.connector_worker is not None:
             assert isinstance(self.connector_worker.spec, KVPoolSpec)
             self.connector_worker.spec.bind(vllm_config, kv_cache_config)
         else:
             self._announce(vllm_config)
+            if config.from_mapping(extra_config).cost_model:
+                one_by_one = vllm_config.parallel_config.pipeline_parallel_size == 1
+                self._hit_costs = HitCosts(self.scheduler, self._manager, one_by_one)
         self._scheduled: set[str] = set()  # in the previous step
 
     def _announce(self, vllm_config: VllmConfig) -> None:
@@ -134,12 +142,17 @@ class KVPoolConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
         for moves in metadata.moves:
             self._worker.submit_moves(moves)
+        self._worker.try_devices(metadata.trials)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report ended loads, and those requests whose chunks could not all be read."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._worker.take_failed_requests())
         return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report the blocks that could not be loaded: vLLM keeps what lies before them."""
+        return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Add the pool's report to vLLM's completions."""
@@ -161,6 +174,12 @@ class KVPoolConnector(OffloadingConnector):
         handshakes = [item for item in metadata.values() if isinstance(item, KVPoolHandshake)]
         self._manager.attach(sorted(handshakes, key=lambda handshake: handshake.rank))
 
+    def on_new_request(self, request: Request) -> None:
+        """Keep a request with a LoRA out of the pool: hashes name an adapter, not its content."""
+        if request.lora_request is not None:
+            self._manager.keep_out(request.request_id)
+        super().on_new_request(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -173,13 +192,25 @@ class KVPoolConnector(OffloadingConnector):
         result: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
+        if self._hit_costs is not None:
+            result = self._hit_costs.choose(request, num_computed_tokens, result[0])
         self._manager.observe_lookup(time.perf_counter() - started_s)
         return result
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the load of a request that is admitted now; count what became of its hit."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._hit_costs is not None:
+            self._hit_costs.admitted(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Add the pool's messages to vLLM's jobs of this step."""
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         metadata = super().build_connector_meta(scheduler_output)
+        if self._hit_costs is not None:
+            self._hit_costs.step_scheduled(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         return KVPoolConnectorMetadata(
             load_jobs=metadata.load_jobs,
@@ -187,6 +218,7 @@ class KVPoolConnector(OffloadingConnector):
             jobs_to_flush=metadata.jobs_to_flush,
             moves=self._manager.take_moves(),
             epoch=self._manager.epoch,
+            trials=self._manager.take_trials(time.monotonic()),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -195,6 +227,13 @@ class KVPoolConnector(OffloadingConnector):
         if isinstance(metadata, KVPoolWorkerMetadata):
             self._manager.acknowledge(metadata.report)
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return vLLM's events. Its scheduler asks once for every step's output, in order."""
+        if self._hit_costs is not None:
+            self._hit_costs.step_ended()
+        events: Iterable[KVCacheEvent] = super().take_events()
+        return events
 
     @classmethod
     def build_prom_metrics(

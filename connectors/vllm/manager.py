@@ -21,15 +21,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvpool import metrics
+from kvpool import cost, metrics
 from kvpool.config import PoolConfig
 from kvpool.connectors.vllm.messages import KVPoolHandshake, LoadSpec, StoreSpec
+from kvpool.errors import ConfigurationError
 from kvpool.orchestrator import Orchestrator, RequestState
 from kvpool.plan import MovePlan
 from kvpool.types import DeviceReport, Outcome, Profile, WorkerReport
 
 # A name below vLLM's: its logging configuration covers nothing else.
 logger = init_logger(f"vllm.{__name__}")
+
+FIRST_TRIAL_S, LONGEST_PAUSE_S = 10.0, 600.0
 
 # A chunk that is still being written counts as a miss: its request is computed, not held up.
 _LOOKUP_RESULTS = {
@@ -38,6 +41,22 @@ _LOOKUP_RESULTS = {
     Outcome.PENDING: LookupResult.MISS,
     Outcome.RETRY: LookupResult.RETRY,
 }
+
+
+class Trials:
+    """When a device that failed is tried: pauses double from 10 seconds to 10 minutes."""
+
+    def __init__(self, now_s: float) -> None:
+        self._pause_s = FIRST_TRIAL_S
+        self._next_s = now_s + self._pause_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time; if so, the next time is later."""
+        if now_s < self._next_s:
+            return False
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self._next_s = now_s + self._pause_s
+        return True
 
 
 class KVPoolManager(OffloadingManager):
@@ -52,21 +71,28 @@ class KVPoolManager(OffloadingManager):
         self._orchestrator: Orchestrator | None = None
         self._device_names: list[str] = []
         self._moves: list[MovePlan] = []
+        self._trials: dict[int, Trials] = {}
+        self._kept_out: set[str] = set()  # requests
         self._collector = metrics.Collector()
 
     def attach(self, handshakes: Sequence[KVPoolHandshake]) -> None:
         """Build the table over what all ranks have: a chunk counts only where every rank has it."""
         first = handshakes[0]
+        require_agreement(handshakes)
         devices = [
             merge_devices([handshake.devices[i] for handshake in handshakes])
             for i in range(len(first.devices))
         ]
-        orchestrator = Orchestrator(first.geometry, self._ranks, self._config.placement)
-        orchestrator.attach(devices)
+        orchestrator = Orchestrator(
+            first.geometry, self._ranks, self._config.placement, self._config.backup
+        )
+        restored = orchestrator.attach(devices, [handshake.survivors for handshake in handshakes])
         self._orchestrator = orchestrator
         self._device_names = [device.name for device in devices]
-        for device, row in zip(devices, orchestrator.snapshot().devices, strict=True):
-            logger.info("kvpool: %s", describe(device, row.share_weight, self._ranks))
+        rows = orchestrator.snapshot().devices
+        for device, row, chunks in zip(devices, rows, restored, strict=True):
+            line = describe(device, row.share_weight, self._ranks)
+            logger.info("kvpool: %s%s", line, f", {chunks} chunks from before" if chunks else "")
 
     @property
     def epoch(self) -> int:
@@ -86,6 +112,30 @@ class KVPoolManager(OffloadingManager):
         """Note how long a request's look-up took."""
         self._collector.add_lookup(seconds)
 
+    def observe_decision(self, take: cost.Take, declined_tokens: int) -> None:
+        """Note what became of a request's hit."""
+        self._collector.add_decision(take, declined_tokens)
+
+    def load_bounds(self) -> cost.Bounds:
+        """Return what a load of hits costs now, wherever its chunks lie."""
+        assert self._orchestrator is not None, "before attach nothing is a hit"
+        return self._orchestrator.load_bounds()
+
+    def load_seconds(self, reads: cost.Reads, ends: cost.Int64) -> cost.Float64:
+        """Return the expected seconds of a load of hits that ends at each of `ends`, in tokens."""
+        assert self._orchestrator is not None, "before attach nothing is a hit"
+        return self._orchestrator.load_seconds(reads, ends)
+
+    def keep_out(self, request_id: str) -> None:
+        """Have the pool neither serve nor store a request."""
+        self._kept_out.add(request_id)
+
+    def take_trials(self, now_s: float) -> list[int]:
+        """Return the devices that are to be tried now, seldomer the longer they do not work."""
+        broken = self._orchestrator.broken_devices() if self._orchestrator else []
+        self._trials = {device: self._trials.get(device, Trials(now_s)) for device in broken}
+        return [device for device in broken if self._trials[device].is_due(now_s)]
+
     def take_moves(self) -> list[MovePlan]:
         """Return the spills that were decided since the last call."""
         moves, self._moves = self._moves, []
@@ -95,7 +145,7 @@ class KVPoolManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start tracking a request; all its chunks are to be offered, those it hit included."""
-        if self._orchestrator is not None:
+        if self._orchestrator is not None and req_context.req_id not in self._kept_out:
             req_context.set_state(self._orchestrator.begin(req_context.req_id))
         # With the chunk-level policy vLLM never offers again what it loaded or failed to load.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -142,6 +192,7 @@ class KVPoolManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request; its transfers may still be under way."""
+        self._kept_out.discard(req_context.req_id)
         request = req_context.get_state(RequestState)
         if request is not None and self._orchestrator is not None:
             self._orchestrator.finish(request)
@@ -174,6 +225,23 @@ class KVPoolManager(OffloadingManager):
             else:
                 stats.observe_histogram(sample.name, sample.value, sample.labels)
         return None if stats.is_empty() else stats
+
+
+def require_agreement(handshakes: Sequence[KVPoolHandshake]) -> None:
+    """Raise ConfigurationError where ranks mean other bytes by the same key, or have other devices:
+    their chunks would never be hits, or be others'.
+    """
+    for rank in handshakes[1:]:
+        for what in ("namespace", "geometry"):
+            mine, others = getattr(handshakes[0], what), getattr(rank, what)
+            if mine != others:
+                allowed = f"the same on all ranks; rank {handshakes[0].rank} has {show(mine)}"
+                raise ConfigurationError(f"{what} of rank {rank.rank}", show(others), allowed)
+
+
+def show(value: object) -> str:
+    """Return a value as it stands in a message."""
+    return value.hex()[:16] if isinstance(value, bytes) else repr(value)
 
 
 def merge_devices(reports: Sequence[DeviceReport]) -> DeviceReport:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from kvpool.plan import LoadPlan, MovePlan, StorePlan, merge_reports
+from kvpool.plan import LoadPlan, MovePlan, StoredHeaders, StorePlan, merge_reports
 from kvpool.types import DeviceReport, Geometry, WorkerReport
 
 
@@ -40,14 +40,17 @@ class KVPoolHandshake(KVConnectorHandshakeMetadata):
     rank: int
     geometry: Geometry
     devices: list[DeviceReport]
+    survivors: list[StoredHeaders]  # by device
+    namespace: bytes
 
 
 @dataclass
 class KVPoolConnectorMetadata(OffloadingConnectorMetadata):
-    """One step's jobs: vLLM's own, and the pool's spills."""
+    """One step's jobs: vLLM's own, and the pool's."""
 
     moves: list[MovePlan] = field(default_factory=list)
     epoch: int = 0
+    trials: list[int] = field(default_factory=list)  # devices that failed, to be tried
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from kvpool.connectors.vllm.accelerator import (
     add_host_groups,
 )
 from kvpool.connectors.vllm.geometry import build_geometry
+from kvpool.connectors.vllm.idle import IdlePoller
 from kvpool.connectors.vllm.messages import KVPoolHandshake, LoadSpec, StoreSpec
 from kvpool.connectors.vllm.namespace import namespace_digest
 from kvpool.connectors.vllm.plugin import PROCESS_CPUS
@@ -47,6 +49,7 @@ logger = init_logger(f"vllm.{__name__}")
 STORE_STAGING_BYTES = 256 << 20
 PINNED_BYTES = 256 << 20
 WAIT_S = 0.1
+SHUTDOWN_S = 3.0  # vLLM kills workers that need more than 5 s
 
 
 class KVPoolWorker(OffloadingWorker):
@@ -65,8 +68,8 @@ class KVPoolWorker(OffloadingWorker):
         parallel = offloading_config.parallel
         self._geometry = build_geometry(offloading_config, kv_cache_config, kv_caches)
         slot_bytes = self._geometry.slot_bytes
-        engine = native.Engine(slot_bytes, store_buffers=max(4, STORE_STAGING_BYTES // slot_bytes))
         namespace = namespace_digest(vllm_config, self._geometry)
+        engine = native.Engine(slot_bytes, store_buffers=max(4, STORE_STAGING_BYTES // slot_bytes))
         devices: list[Device] = []
         try:
             with process_cpus():
@@ -78,6 +81,7 @@ class KVPoolWorker(OffloadingWorker):
                             namespace=namespace,
                             rank=parallel.rank,
                             ranks=parallel.world_size,
+                            replicas=vllm_config.parallel_config.data_parallel_size_local,
                             owner=parallel.data_parallel_index,
                             slot_bytes=slot_bytes,
                         )
@@ -88,11 +92,22 @@ class KVPoolWorker(OffloadingWorker):
             for device in devices:
                 device.close()
             raise
+        for device in devices:
+            if device.damaged_headers:
+                logger.warning(
+                    "kvpool: %s: %d damaged headers ignored", device.name, device.damaged_headers
+                )
         reports = [d.report(p) for d, p in zip(devices, profiles, strict=True)]
-        self.handshake = KVPoolHandshake(parallel.rank, self._geometry, reports)
+        survivors = [device.survivors for device in devices]
+        self.handshake = KVPoolHandshake(
+            parallel.rank, self._geometry, reports, survivors, namespace
+        )
         self._data_plane = build_plane(engine, devices, self._geometry, parallel.rank, kv_caches)
-        self._load_requests: dict[int, str] = {}
+        self._lock = threading.Lock()  # the data plane's
+        self._idle_poller = IdlePoller(self._data_plane, self._lock)
+        self._loads: dict[int, tuple[str, Int32]] = {}  # job -> request, blocks by chunk
         self._failed_requests: set[str] = set()
+        self._failed_blocks: set[int] = set()
 
     # ---- vLLM's interface -------------------------------------------------------------------
 
@@ -102,63 +117,97 @@ class KVPoolWorker(OffloadingWorker):
         """Start writing chunks; the job ends when their pages are staged."""
         assert isinstance(dst_spec, StoreSpec)
         plan = dst_spec.plan
-        self._data_plane.submit_store(
-            job_id, plan, chunk_blocks(src_spec, plan.group, self._geometry, whole=True)
-        )
+        blocks = chunk_blocks(src_spec, plan.group, self._geometry, whole=True)
+        with self._lock:
+            self._data_plane.submit_store(job_id, plan, blocks)
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Start reading chunks into pages."""
         assert isinstance(src_spec, LoadSpec)
         plan = src_spec.plan
-        self._load_requests[job_id] = src_spec.request_id
-        self._data_plane.submit_load(
-            job_id, plan, chunk_blocks(dst_spec, plan.group, self._geometry, whole=False)
-        )
+        blocks = chunk_blocks(dst_spec, plan.group, self._geometry, whole=False)
+        self._loads[job_id] = src_spec.request_id, blocks
+        with self._lock:
+            self._data_plane.submit_load(job_id, plan, blocks)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as success; see `take_failed_requests`."""
-        self._data_plane.poll()
+        with self._lock:
+            self._data_plane.poll()
+            finished = self._data_plane.take_finished()
         results = []
-        for job in self._data_plane.take_finished():
+        for job in finished:
             if job.is_load:
-                request_id = self._load_requests.pop(job.job_id)
+                request_id, blocks = self._loads.pop(job.job_id)
                 if job.failed:
-                    self._failed_requests.add(request_id)
+                    self._note_failure(request_id, blocks, job.failed)
             size = None if job.failed else job.payload_bytes
             results.append(TransferResult(job.job_id, True, size, job.seconds))
         return results
 
+    def _note_failure(self, request_id: str, blocks: Int32, failed: list[int]) -> None:
+        """Name the blocks that were not filled; with several KV groups, where vLLM takes no block
+        for an answer, the request.
+        """
+        if len(self._geometry.groups) > 1:
+            self._failed_requests.add(request_id)
+            return
+        named = blocks.reshape(-1, self._geometry.blocks_per_chunk)[failed]
+        self._failed_blocks.update(named[named >= 0].tolist())
+
     def wait(self, job_ids: set[int]) -> None:
         """Block until the named jobs no longer use pages: stores not staged by now are dropped."""
-        self._data_plane.release_stores(job_ids)
-        while self._data_plane.unfinished(job_ids):
+        with self._lock:
+            self._data_plane.release_stores(job_ids)
+        while self._still_used(job_ids):
             self._data_plane.wait(WAIT_S)
+
+    def _still_used(self, job_ids: set[int]) -> set[int]:
+        with self._lock:
             self._data_plane.poll()
+            return self._data_plane.unfinished(job_ids)
 
     def shutdown(self) -> None:
-        """Close the devices."""
+        """Bring to its end what is being written, so that a restart finds it; close the devices."""
+        self._idle_poller.stop()
+        if not self._data_plane.drain(SHUTDOWN_S):
+            logger.warning("kvpool: stopped before all writes ended: those chunks are lost")
         self._data_plane.close()
 
     # ---- for the connector ------------------------------------------------------------------
 
     def submit_moves(self, moves: MovePlan) -> None:
         """Start the spills that the scheduler half decided."""
-        self._data_plane.submit_moves(moves)
+        with self._lock:
+            self._data_plane.submit_moves(moves)
+
+    def try_devices(self, devices: list[int]) -> None:
+        """Try whether devices that failed work again."""
+        if devices:
+            with self._lock:
+                self._data_plane.try_devices(devices)
 
     def set_epoch(self, epoch: int) -> None:
         """Invalidate, durably, what was stored before a reset of the cache."""
-        self._data_plane.set_epoch(epoch)
+        with self._lock:
+            self._data_plane.set_epoch(epoch)
 
     def take_failed_requests(self) -> set[str]:
         """Return the requests whose load ended with chunks that could not be read."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that ended loads could not fill, of a model with one KV group."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
     def take_report(self) -> WorkerReport | None:
         """Return what happened since the last call, None where nothing did."""
-        report = self._data_plane.take_report()
+        with self._lock:
+            report = self._data_plane.take_report()
         return None if report == WorkerReport() else report
 
 

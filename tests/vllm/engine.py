@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import REGISTRY
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 
 from bench.models import MODEL_HINTS, build_model
 
@@ -54,17 +54,49 @@ class Engine:
             **arguments,
         )
         self._requests = 0
+        self.longest_s = 0.0  # from a request's arrival to its end
         self.core = self.llm.llm_engine.engine_core.engine_core
 
-    def generate(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Tokens]:
+    def generate(
+        self, prompts: Sequence[Tokens], max_tokens: int = 8, cache_salt: str | None = None
+    ) -> list[Tokens]:
         """Answer all prompts at once."""
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         parameters = SamplingParams(
             max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
         )
         outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt, **salt} for prompt in prompts],
+            parameters,
+            use_tqdm=False,
+        )
+        for output in outputs:
+            self._note_time(output)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def generate_with_leads(
+        self, prompts: Sequence[Tokens], max_tokens: int
+    ) -> list[dict[str, list[float]]]:
+        """Answer all prompts at once; `leads` is how far each token is ahead of the next best."""
+        parameters = SamplingParams(
+            max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, logprobs=2
+        )
+        outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
         )
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        answers = []
+        for output in outputs:
+            self._note_time(output)
+            chosen = output.outputs[0]
+            best = [sorted(p.logprob for p in place.values()) for place in chosen.logprobs or []]
+            leads = [logprobs[-1] - logprobs[-2] for logprobs in best]
+            answers.append({"tokens": list(chosen.token_ids), "leads": leads})
+        return answers
+
+    def _note_time(self, output: RequestOutput) -> None:
+        if output.metrics is not None:
+            took_s = output.metrics.last_token_ts - output.metrics.queued_ts
+            self.longest_s = max(self.longest_s, took_s)
 
     def submit(self, prompt: Tokens, max_tokens: int) -> str:
         """Add a request without stepping; return its id."""
@@ -92,6 +124,10 @@ class Engine:
         """Empty vLLM's own prefix cache, so that a hit can only come from the pool."""
         self.drain()
         assert self.llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the engine in an orderly way."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum over the samples of a metric with these labels, as `/metrics` has them."""

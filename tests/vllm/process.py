@@ -13,9 +13,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
 
 
-def run_scenario(name: str, **options: Any) -> dict[str, Any]:
-    """Run `tests.vllm.scenario NAME --option value ...`; fail with its output's tail."""
-    command = [sys.executable, "-m", "tests.vllm.scenario", name]
+def run_scenario(name: str, module: str = "scenario", **options: Any) -> dict[str, Any]:
+    """Run `tests.vllm.MODULE NAME --option value ...`; fail with its output's tail."""
+    command = [sys.executable, "-m", f"tests.vllm.{module}", name]
     for key, value in options.items():
         command += [f"--{key}", str(value)]
     ranks = int(options.get("tensor-parallel-size", 1))

@@ -16,11 +16,16 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from bench.models import MODEL_HINTS
+from kvpool.cost import Take
 from tests.vllm.engine import Engine, Tokens, random_prompt
 from tests.vllm.lengths import prompt_lengths
-from tests.vllm.spies import PageSpy, misdirected_loads
+from tests.vllm.spies import PageSpy, hits_in_part, misdirected_loads, slow_modules
 
 ANSWER_TOKENS = 8
+# Some thirty times as slow to load as to compute: far on the same side on a busy machine too.
+SLOW_READ_BYTES_S = 1 << 19
+SLOW_PROMPT_TOKENS = 1000
+LEARNING_PROMPTS = 9
 CHAT_TOKENS = 140  # more than a chunk, so that answers are stored
 
 
@@ -152,6 +157,75 @@ def reset_running(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"before": before, "after": after, "hits": hits}
 
 
+def slow(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answer of a prompt whose hit takes longer to load than to compute, device shaped so.
+
+    `--cost-model` is on, off, or without: no pool at all.
+    """
+    prompts = [random_prompt(SLOW_PROMPT_TOKENS, seed) for seed in range(LEARNING_PROMPTS)]
+    settings = None
+    if arguments.cost_model != "without":
+        settings = pool_config(arguments) | {"cost_model": arguments.cost_model == "on"}
+    with slow_modules(SLOW_READ_BYTES_S):
+        engine = start(arguments, settings)
+        free = engine.free_blocks()
+        first = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+        engine.forget()
+        before = engine.metric("kvpool_hit_tokens_total")
+        again = engine.generate(prompts[:1], ANSWER_TOKENS)[0]
+        if settings is not None:
+            engine.check_nothing_left(free)
+    return {
+        "first": first[0],
+        "again": again,
+        "hit_tokens": engine.metric("kvpool_hit_tokens_total") - before,
+        "misses": engine.metric("kvpool_miss_tokens_total"),
+        "decisions": decisions(engine),
+        "declined_tokens": engine.metric("kvpool_declined_tokens_total"),
+    }
+
+
+def part(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answers, alone and together, when of each hit half is taken at most, or nothing.
+
+    Windows are stored where a prompt ends: so each prompt comes after its first half.
+    """
+    engine = start(arguments, pool_config(arguments))
+    free = engine.free_blocks()
+    prompts = make_prompts(arguments.model, arguments.blocks_per_chunk)
+    for prompt in prompts:
+        engine.generate([prompt[: max(len(prompt) // 2, 1)]], 1)
+    engine.forget()
+    before = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+    result: dict[str, Any] = {"before": before, "alone": [], "hit_tokens": []}
+    for divisor in (2, 1 << 20):
+        with hits_in_part(divisor):
+            engine.forget()
+            hits = engine.metric("kvpool_hit_tokens_total")
+            alone = []
+            for prompt in prompts:
+                alone += engine.generate([prompt], ANSWER_TOKENS)
+                engine.forget()
+            together = engine.generate(prompts, ANSWER_TOKENS)
+            engine.drain()
+        result["alone"] += [alone, together]
+        result["hit_tokens"].append(engine.metric("kvpool_hit_tokens_total") - hits)
+        result[f"decisions_{divisor}"] = decisions(engine)
+    with hits_in_part(2):
+        result["wrong_block"] = [
+            with_wrong_block(engine, prompts, group)
+            for group in range(MODEL_HINTS[arguments.model]["kv_groups"])
+        ]
+    engine.check_nothing_left(free)
+    return result
+
+
+def decisions(engine: Engine) -> dict[str, float]:
+    """Return how many hits were taken in which way."""
+    name = "kvpool_hit_decisions_total"
+    return {take.value: engine.metric(name, decision=take.value) for take in Take}
+
+
 def with_wrong_block(engine: Engine, prompts: list[Tokens], group: int) -> list[Tokens]:
     """Answer the prompts while the last chunk of `group` in each load is another chunk's."""
     answers = []
@@ -241,6 +315,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "reset_running": reset_running,
     "page_bytes": page_bytes,
     "metrics": metrics,
+    "slow": slow,
+    "part": part,
     "refused": refused,
 }
 
@@ -255,6 +331,7 @@ def main() -> None:
     parser.add_argument("--blocks-per-chunk", type=int, default=2)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--failure-policy", default="recompute")
+    parser.add_argument("--cost-model", choices=("on", "off", "without"), default="on")
     parser.add_argument("--broken-file", type=Path)
     parser.add_argument("--extra-configs", default="[]")
     arguments = parser.parse_args()

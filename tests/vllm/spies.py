@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
+from kvpool import cost, native
 from kvpool.connectors.vllm import worker
-from kvpool.dataplane import DataPlane, FinishedJob
+from kvpool.dataplane import DataPlane
+from kvpool.jobs import FinishedJob
 from kvpool.plan import Int32, LoadPlan, MovePlan, StorePlan
 from kvpool.types import NO_DEVICE
 
@@ -45,6 +47,47 @@ def misdirected_loads(group: int) -> Iterator[None]:
         yield
     finally:
         DataPlane.submit_load = submit_load  # type: ignore[method-assign]
+
+
+@contextmanager
+def slow_modules(read_bytes_s: int) -> Iterator[None]:
+    """Make modules of engines that are started inside, and probes of them, read no faster."""
+    add_memory_device = native.Engine.add_memory_device
+
+    def add(engine: native.Engine, *arguments: Any, **options: Any) -> int:
+        return add_memory_device(engine, *arguments, read_bytes_s=read_bytes_s, **options)
+
+    native.Engine.add_memory_device = add  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        native.Engine.add_memory_device = add_memory_device  # type: ignore[method-assign]
+
+
+@contextmanager
+def hits_in_part(divisor: int) -> Iterator[None]:
+    """Take of each hit at most a part, one `divisor`th, cut where it may be cut."""
+    decide = cost.decide
+
+    def in_part(
+        prefill: Any, start: int, total: int, ends: cost.Int64, load_s: Any, slack: float = 0.0
+    ) -> int:
+        most = (int(ends[-1]) - start) // divisor
+        if len(ends) == 2 and ends[0] > start and ends[0] - start <= most:
+            return int(ends[0]) - start  # what vLLM went back to
+        return max((int(end) - start for end in ends if end - start <= most), default=0)
+
+    cost.decide = in_part
+    surely_whole, cost.surely_whole = cost.surely_whole, lambda *_: False
+    estimate = cost.PrefillModel.estimate
+    cost.PrefillModel.estimate = (  # type: ignore[method-assign]
+        lambda model, context: cost.Prefill(1.0, 0.0)
+    )
+    try:
+        yield
+    finally:
+        cost.decide, cost.surely_whole = decide, surely_whole
+        cost.PrefillModel.estimate = estimate  # type: ignore[method-assign]
 
 
 @dataclass

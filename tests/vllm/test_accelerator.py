@@ -15,8 +15,9 @@ import pytest
 from kvpool import native
 from kvpool.config import from_mapping
 from kvpool.connectors.vllm.accelerator import AcceleratorPlane, DevicePages, add_host_groups
-from kvpool.dataplane import DataPlane, FinishedJob
+from kvpool.dataplane import DataPlane
 from kvpool.devices import open_device
+from kvpool.jobs import FinishedJob
 from kvpool.orchestrator import Orchestrator
 from kvpool.plan import Int32, Int64, LoadPlan, StorePlan
 from kvpool.types import Geometry, GroupGeometry, GroupKind, Outcome, Profile
