@@ -104,7 +104,8 @@ class KVPoolWorker(OffloadingWorker):
         )
         self._data_plane = build_plane(engine, devices, self._geometry, parallel.rank, kv_caches)
         self._lock = threading.Lock()  # the data plane's
-        self._idle_poller = IdlePoller(self._data_plane, self._lock)
+        with process_cpus():
+            self._idle_poller = IdlePoller(self._data_plane, self._lock)
         self._loads: dict[int, tuple[str, Int32]] = {}  # job -> request, blocks by chunk
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()

@@ -54,7 +54,7 @@ def container(folder: Path, device: int) -> Path:
     return folder / FILE_DEVICES[device - 1] / FILE_NAME
 
 
-def test_after_kills_nothing_comes_back_that_is_a_lie(tmp_path: Path, seed: int) -> None:
+def test_gate_16_after_kills_nothing_comes_back_that_is_a_lie(tmp_path: Path, seed: int) -> None:
     harness = crash.Harness("plane", tmp_path, seed)
     tally = harness.tally
     while tally.kills < FEWEST_KILLS or (not tally.hits and tally.kills < MOST_KILLS):
@@ -72,7 +72,7 @@ def test_what_was_stored_comes_back(folder: Path) -> None:
     assert tally.verdict() == ""
 
 
-def test_payloads_that_were_swapped_with_their_checksums_are_wrong(folder: Path) -> None:
+def test_gate_16_payloads_that_were_swapped_with_their_checksums_are_seen(folder: Path) -> None:
     pool = Pool(folder, Ledger(folder / LEDGER_NAME))
     device = pool.devices[1]
     slots, keys = device.survivors.slots[:2], device.survivors.keys[:2]

@@ -13,8 +13,9 @@ from kvpool.dataplane import DataPlane
 from kvpool.devices import open_device
 from kvpool.jobs import FinishedJob
 from kvpool.orchestrator import Orchestrator, RequestState
+from kvpool.plan import merge_reports
 from kvpool.stalls import STALLED_S
-from kvpool.types import Geometry, GroupGeometry, GroupKind, Key, Outcome, Profile
+from kvpool.types import Geometry, GroupGeometry, GroupKind, Key, Outcome, Profile, WorkerReport
 
 CHUNK_TOKENS = 256
 NAMESPACE = bytes(32)
@@ -119,7 +120,11 @@ class Rig:
         return finished
 
     def settle(self) -> list[FinishedJob]:
-        """Run until nothing is under way, spills included; return the jobs that ended."""
+        """Run until nothing is under way, spills included; return the jobs that ended.
+
+        `last_report` says what happened meanwhile.
+        """
+        self.last_report = WorkerReport()
         finished: list[FinishedJob] = []
         while True:
             moves = self.orchestrator.take_moves()
@@ -127,7 +132,9 @@ class Rig:
                 self.plane.submit_moves(moves)
             self.plane.poll()
             finished += self.plane.take_finished()
-            self.orchestrator.acknowledge(self.plane.take_report())
+            report = self.plane.take_report()
+            self.last_report = merge_reports(self.last_report, report)
+            self.orchestrator.acknowledge(report)
             if moves is None and not self.plane.busy():
                 return finished
             self.plane.wait(0.1)

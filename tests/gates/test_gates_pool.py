@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,6 +278,37 @@ def test_gate_13_without_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_refuse_unknown", lambda *_: None)
     with pytest.raises(pytest.fail.Exception):
         check_keys()
+
+
+# ---- 14: metrics say what happened ----------------------------------------------------------
+
+
+def check_metrics(rig: Rig) -> None:
+    """24 chunks are stored and loaded twice: so many bytes, chunks and misses."""
+    collector = Collector()
+    counted: Counter[str] = Counter()
+    for turn in range(3):
+        rig.fill(1, 24)
+        rig.store(chain(1, 24)) if turn == 0 else rig.load(chain(1, 24))
+        collector.add_report(rig.last_report, [device.name for device in rig.devices])
+        for sample in collector.collect(rig.orchestrator.snapshot()):
+            if sample.name.endswith("_total"):
+                counted[sample.name] += int(sample.value)
+    assert counted["kvpool_read_bytes_total"] == 2 * 24 * SLOT
+    assert counted["kvpool_hit_chunks_total"] == 48
+    assert counted["kvpool_stored_chunks_total"] == counted["kvpool_miss_chunks_total"] == 24
+
+
+def test_gate_14_metrics_of_a_known_workload(tmp_path: Path, rigs: list[Rig]) -> None:
+    check_metrics(pool(rigs, tmp_path))
+
+
+def test_gate_14_without_the_guard(
+    tmp_path: Path, rigs: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Collector, "add_report", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_metrics(pool(rigs, tmp_path))
 
 
 # ---- 15: memory is bounded ------------------------------------------------------------------

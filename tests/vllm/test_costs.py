@@ -23,14 +23,14 @@ def slow(models_folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_a_slow_hit_is_declined(slow: dict[str, dict[str, Any]]) -> None:
+def test_gate_12_a_slow_hit_is_declined(slow: dict[str, dict[str, Any]]) -> None:
     found = slow["on"]
     assert found["decisions"] == {"whole": 0, "part": 0, "declined": 1}
     assert found["declined_tokens"] > 0
     assert found["hit_tokens"] == 0
 
 
-def test_without_the_model_it_is_taken(slow: dict[str, dict[str, Any]]) -> None:
+def test_gate_12_without_the_guard_it_is_taken(slow: dict[str, dict[str, Any]]) -> None:
     found = slow["off"]
     assert found["hit_tokens"] == slow["on"]["declined_tokens"]
     assert set(found["decisions"].values()) == {0}

@@ -60,7 +60,7 @@ def test_every_metric_is_shown(samples: Samples) -> None:
         assert metric.name + suffix in shown or metric.name in quiet, metric.name
 
 
-def test_chunks_and_tokens(samples: Samples) -> None:
+def test_gate_14_chunks_and_tokens(samples: Samples) -> None:
     assert samples.total("kvpool_miss_chunks_total") == CHUNKS
     assert samples.total("kvpool_miss_tokens_total") == CHUNKS * CHUNK_TOKENS
     assert samples.total("kvpool_stored_chunks_total") == CHUNKS
@@ -72,7 +72,7 @@ def test_chunks_and_tokens(samples: Samples) -> None:
     assert samples.total("kvpool_pending_writes") == 0
 
 
-def test_bytes(samples: Samples) -> None:
+def test_gate_14_bytes(samples: Samples) -> None:
     assert samples.total("kvpool_read_bytes_total") == CHUNKS * CHUNK_BYTES
     backed_up = samples.total("kvpool_backed_up_chunks_total")
     assert samples.total("kvpool_written_bytes_total", device="dram") == backed_up * CHUNK_BYTES

@@ -38,12 +38,12 @@ def namespace(model: Path, **options: Any) -> bytes:
     return namespace_digest(configuration(model, **options), GEOMETRY)
 
 
-def test_a_copied_model_has_the_same_namespace(model: Path) -> None:
+def test_gate_09_a_copied_model_has_the_same_namespace(model: Path) -> None:
     copy = shutil.copytree(model, model.parent / "deeper" / "copy")
     assert namespace(model) == namespace(copy)
 
 
-def test_weights_swapped_in_place_have_another(model: Path) -> None:
+def test_gate_09_weights_swapped_in_place_have_another(model: Path) -> None:
     before = namespace(model)
     (file,) = model.glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -52,9 +52,26 @@ def test_weights_swapped_in_place_have_another(model: Path) -> None:
     assert namespace(model) != before
 
 
-def test_what_vllm_is_told_to_override_counts(model: Path) -> None:
-    assert namespace(model) != namespace(model, hf_overrides={"rope_theta": 5e5})
-    assert namespace(model) != namespace(model, dtype="bfloat16")
+def check_what_counts(model: Path) -> None:
+    plain = namespace(model)
+    for options in (
+        {"hf_overrides": {"rope_theta": 5e5}},
+        {"dtype": "bfloat16"},
+        {"block_size": 32},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"tensor_parallel_size": 2},
+    ):
+        assert namespace(model, **options) != plain, options
+
+
+def test_gate_09_without_the_guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.connectors.vllm.namespace.json.dumps", lambda *_, **__: "")
+    with pytest.raises(AssertionError):
+        check_what_counts(model)
+
+
+def test_gate_09_all_that_makes_bytes_comparable_counts(model: Path) -> None:
+    check_what_counts(model)
     assert namespace(model) == namespace(model, max_model_len=2048)
 
 

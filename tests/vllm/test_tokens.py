@@ -45,7 +45,7 @@ def test_first_answers_are_vllms_own(answers: dict[str, Any]) -> None:
     assert answers["pool"]["first"]["alone"] == answers["plain"]["alone"]
 
 
-def test_answers_from_the_pool_are_equal(answers: dict[str, Any]) -> None:
+def test_gate_01_answers_from_the_pool_are_equal_at_every_length(answers: dict[str, Any]) -> None:
     assert answers["pool"]["alone"] == answers["plain"]["alone"]
     assert answers["pool"]["checksum_failures"] == 0
 
@@ -75,7 +75,7 @@ def test_a_chat_is_equal_and_its_own_answers_are_hit(answers: dict[str, Any]) ->
         assert hits[1] < hits[2]
 
 
-def test_one_wrong_block_changes_the_answer_in_every_group(answers: dict[str, Any]) -> None:
+def test_gate_01_one_wrong_block_changes_the_answer_in_every_group(answers: dict[str, Any]) -> None:
     if answers["case"][2] > 1:
         pytest.skip("the control reaches into the worker, which is another process under TP")
     for group, wrong in enumerate(answers["pool"]["wrong_block"]):
