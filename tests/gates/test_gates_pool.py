@@ -22,8 +22,11 @@ from kvpool.errors import ConfigurationError, KVPoolError
 from kvpool.faults import FaultKind, FaultRule
 from kvpool.health import DeviceHealth
 from kvpool.jobs import Write
+from kvpool.loads import Loads
 from kvpool.metrics import Collector
-from kvpool.types import DeviceState
+from kvpool.plan import merge_reports
+from kvpool.types import DeviceState, WorkerReport
+from tests.control.rig import device, hits, load, make, store
 from tests.dataplane.rig import Rig, chain, file_device
 from tests.faulty_engine import FaultyEngine
 
@@ -213,6 +216,30 @@ def test_gate_07_without_the_guard(tmp_path: Path, rigs: list[Rig]) -> None:
     rigs.append(Rig(["dram:2MiB"]))
     with pytest.raises(AssertionError):
         check_large_prefix(rigs[-1])
+
+
+# ---- 10: ranks agree ------------------------------------------------------------------------
+
+
+def check_ranks() -> None:
+    """Rank 1 could not verify a chunk; rank 0 could. Both have to compute it."""
+    orchestrator = make([device("file", 40, 1.0)], ranks=2)
+    store(orchestrator, "a", 8)
+    plan, _ = load(orchestrator, "a", 8)
+    rank0 = WorkerReport(finished_loads={plan.load_id: 1})
+    rank1 = WorkerReport(finished_loads={plan.load_id: 1}, failed_loads={plan.load_id: {5}})
+    orchestrator.acknowledge(merge_reports(rank0, rank1))
+    assert hits(orchestrator, "a", 8) == 5
+
+
+def test_gate_10_a_chunk_that_one_rank_lost_is_a_miss_for_all() -> None:
+    check_ranks()
+
+
+def test_gate_10_without_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loads, "fail", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_ranks()
 
 
 # ---- 11: a dead device ----------------------------------------------------------------------

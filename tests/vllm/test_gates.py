@@ -47,6 +47,8 @@ def restarts(own_models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     results["stored"] = run("needles", own_models, **pool)
     results["again"] = run("needles", own_models, reset=1, **pool)
     results["after_reset"] = run("needles", own_models, **pool)
+    unguarded = {"devices": DEVICES.format(tmp_path_factory.mktemp("pool")), "guard": "off"}
+    run("needles", own_models, **unguarded)
     for weights in own_models.rglob("*.safetensors"):
         size = weights.stat().st_size
         tensors = load_file(weights)
@@ -55,6 +57,7 @@ def restarts(own_models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         assert weights.stat().st_size == size, "in place, of the same size"
     results["swapped"] = run("needles", own_models, **pool)
     results["swapped_plain"] = run("needles", own_models)
+    results["unguarded"] = run("needles", own_models, **unguarded)
     return results
 
 
@@ -71,6 +74,11 @@ def test_gate_19_other_weights_in_place_hit_nothing(restarts: dict[str, Any]) ->
     assert restarts["swapped"]["hit_tokens"] == 0
     assert restarts["swapped"]["answers"] == restarts["swapped_plain"]["answers"]
     assert restarts["swapped"]["answers"] != restarts["plain"]["answers"], "the swap shows"
+
+
+def test_gate_19_without_the_guard(restarts: dict[str, Any]) -> None:
+    assert restarts["unguarded"]["hit_tokens"] > 0
+    assert restarts["unguarded"]["answers"] != restarts["swapped_plain"]["answers"]
 
 
 def test_gate_19_a_reset_in_the_running_engine(restarts: dict[str, Any]) -> None:
