@@ -25,6 +25,7 @@ CHILD = """
 import os, signal, subprocess, sys
 from bench.emulate import MIB, emulated_ssds
 ending = sys.argv[2]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if ending == "handled SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 with emulated_ssds([200, 50], 4 * MIB, sys.argv[1]) as ssds:
