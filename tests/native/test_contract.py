@@ -224,7 +224,7 @@ def test_an_entry_is_taken_until_its_event_is_polled(make_rig: MakeRig) -> None:
 BAD = [
     ("device", dict(device=9)),
     ("kind", dict(kind=5)),
-    ("flags", dict(flags=2)),
+    ("flags", dict(flags=4)),
     ("group", dict(group=1)),
     ("length", dict(length=1)),
     ("unaligned offset", dict(offset=512)),
