@@ -148,7 +148,7 @@ def _probe_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         profile = Profile(**{name: row[name] for name in Profile.__dataclass_fields__})
         table.add_row(
-            row["device"],
+            escape(row["device"]),
             row["pages"],
             row["io_path"],
             *_profile_cells(profile),
@@ -391,6 +391,7 @@ def _as_toml(pool: config.PoolConfig) -> str:
     if pool.blocks_per_chunk is not None:
         lines.append(f"blocks_per_chunk = {pool.blocks_per_chunk}")
     lines.append(f"offload_prompt_only = {json.dumps(pool.offload_prompt_only)}")
+    lines.append(f"backup = {json.dumps(pool.backup)}")
     lines.append(f"cost_model = {json.dumps(pool.cost_model)}")
     devices = [f"    {json.dumps(str(device))}," for device in pool.devices]
     return "\n".join([*lines, "devices = [", *devices, "]"])

@@ -463,7 +463,7 @@ def _is_alive(pid: int) -> bool:
     """Whether a process of this number runs here; one of another machine or container may not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

@@ -6,6 +6,7 @@ completions come back in batches. The caller owns one thread for all methods.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,8 @@ import numpy.typing as npt
 
 from kvpool import native
 from kvpool.devices.base import Device
-from kvpool.errors import QueueFullError
-from kvpool.jobs import FinishedJob, Headers, HeaderWrite, Job, Load, Write
+from kvpool.errors import DeviceError, QueueFullError
+from kvpool.jobs import FinishedJob, Headers, HeaderWrite, Job, Load, Write, header_blocks
 from kvpool.plan import Int32, Int64, LoadPlan, MovePlan, StorePlan, UInt8
 from kvpool.reporter import Reporter
 from kvpool.stalls import STALLED_S, StallWatch
@@ -265,6 +266,8 @@ class DataPlane:
         bad = position[events["result"] != 0]
         self._reporter.note_errors(job.plan.device[position], events)
         job.failed += [job.first_position + int(i) for i in bad]
+        wrong = position[(events["result"] != 0) & (events["result"] != -errno.ETIMEDOUT)]
+        self._forget(job.plan.device[wrong], job.plan.slot[wrong])
         kept = events["kept"] != 0
         for device, slot, crc, write_id in zip(
             job.plan.keep_device[position[kept]],
@@ -276,6 +279,12 @@ class DataPlane:
             self._devices[device].checksums[slot] = crc
             self._reporter.finish_writes([write_id])
         self._fail_keeps(job.plan, position[~kept])
+
+    def _forget(self, device: UInt8, slot: Int32) -> None:
+        # A restart would find these chunks again, in place of the copies that are stored now.
+        for index in np.unique(device):
+            rows = self._devices[index].forget(slot[device == index])
+            self._dirty_headers[index].update(header_blocks(rows))
 
     def _fail_keeps(self, plan: LoadPlan, position: Int64) -> None:
         asked = plan.keep_device[position] != NO_DEVICE
@@ -330,8 +339,7 @@ class DataPlane:
             # what is stored from then on is for this process alone.
             if self._epoch:
                 continue
-            dirty = self._dirty_headers[index]
-            dirty.update((int(row[0]), (int(row[1]), int(row[2]))) for row in rows)
+            self._dirty_headers[index].update(header_blocks(rows))
 
     def _release_pages(self, job: Write) -> None:
         """Tell the caller, once, that a store's source pages may be reused."""
@@ -455,11 +463,19 @@ class DataPlane:
         return bool(self._jobs) or any(self._dirty_headers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make all that was stored before `epoch` invalid, durably where the device can."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            for device in self._devices:
+        """Make all that was stored before `epoch` invalid, durably where the device can.
+
+        One that cannot be written is reported. What it goes on to hold is of the weights that
+        its namespace tells, for after a reset nothing gets a header.
+        """
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        for index, device in enumerate(self._devices):
+            try:
                 device.set_epoch(epoch)
+            except DeviceError as error:
+                self._reporter.refused(index, error.errno or errno.EIO)
 
     def drain(self, timeout_s: float) -> bool:
         """Bring to its end what was submitted, backups and headers too; False on time-out."""
@@ -480,4 +496,5 @@ class DataPlane:
             return
         self._engine.close()
         for device in self._devices:
-            device.close()
+            with contextlib.suppress(DeviceError):
+                device.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.devices.base import HeaderWrites
 from kvpool.plan import Int32, Int64, LoadPlan, StorePlan, UInt8
 from kvpool.types import Key
 
@@ -99,3 +100,8 @@ class HeaderWrite(Job):
     def devices(self) -> Int64:
         """Return the device of each operation, shape (count,)."""
         return np.full(self.count, self.device)
+
+
+def header_blocks(rows: HeaderWrites) -> dict[int, tuple[int, int]]:
+    """Return what header writes say: offset -> (address, length)."""
+    return {offset: (address, length) for offset, address, length in rows.tolist()}

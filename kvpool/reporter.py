@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvpool import native
 from kvpool.devices.base import Device
+from kvpool.health import FAILURES_IN_A_ROW
 from kvpool.types import DeviceCounters, WorkerReport
 
 
@@ -21,6 +22,7 @@ class Reporter:
         self._report = WorkerReport()
         self._reported = [engine.statistics(device.index) for device in devices]
         self._stalls, self._errors = [0] * len(devices), [0] * len(devices)
+        self._refusals = [0] * len(devices)
 
     def finish_writes(self, write_ids: Iterable[int | np.integer]) -> None:
         """Acknowledge writes that were made."""
@@ -55,6 +57,11 @@ class Reporter:
         self._stalls[device] += 1
         self._errors[device] = errno.ETIMEDOUT
 
+    def refused(self, device: int, error: int) -> None:
+        """Note that a device did not take what it has to: that is as bad as writes that fail."""
+        self._refusals[device] += 1
+        self._errors[device] = error
+
     def note_errors(self, device: npt.NDArray[np.integer], events: npt.NDArray[np.void]) -> None:
         """Remember the newest error of each event's device, for the announcement."""
         bad = (events["result"] < 0) & (events["result"] != -errno.ECANCELED)
@@ -70,6 +77,8 @@ class Reporter:
                 continue
             counters = _difference(now, before)
             counters.stalls, counters.error = self._stalls[index], self._errors[index]
+            counters.write_failures += FAILURES_IN_A_ROW * self._refusals[index]
+            self._refusals[index] = 0
             report.counters[(index, self._rank)] = counters
             self._reported[index] = now
             self._stalls[index] = self._errors[index] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.types import NO_DEVICE
+from kvpool.errors import DeviceError
+from kvpool.types import NO_DEVICE, DeviceState
 from tests.dataplane.rig import CHUNK_TOKENS, Rig, chain, file_device
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -143,3 +145,45 @@ def test_a_spill_that_was_decided_before_a_reset_leaves_no_header(tmp_path: Path
         rig.settle()
     with running(tmp_path, backup=False, dram="2MiB") as rig:
         assert sum(rig.restored) == 0
+
+
+def test_a_damaged_chunk_does_not_come_back_in_place_of_its_new_copy(tmp_path: Path) -> None:
+    keys = chain(1, 20)
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        rig.fill(1, 20)
+        rig.store(keys)
+        plan = rig.orchestrator.plan_load(keys, request := rig.orchestrator.begin("look"))
+        rig.orchestrator.complete_load(request)
+        on_file = next(i for i in range(20) if plan.device[i] > 0)
+        offset = int(rig.devices[plan.device[on_file]].offsets(plan.slot[[on_file]])[0])
+        path = tmp_path / " ab"[plan.device[on_file]] / "container.kvpool"
+        with path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"changed!", offset)
+            os.fsync(file.fileno())
+        assert rig.load(keys).failed == [on_file]
+        rig.settle()
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        found = [key for device in rig.devices for key in device.survivors.keys]
+        assert keys[on_file] not in found
+
+
+def test_a_reset_goes_on_where_a_device_cannot_note_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        rig.fill(1, 20)
+        rig.store(chain(1, 20))
+
+        def refuse(epoch: int) -> None:
+            raise DeviceError("superblock", errno.EPERM)
+
+        monkeypatch.setattr(rig.devices[1], "set_epoch", refuse)
+        rig.orchestrator.reset()
+        rig.plane.set_epoch(rig.orchestrator.epoch)
+        rig.settle()
+        states = [row.state for row in rig.orchestrator.snapshot().devices]
+        assert states == [DeviceState.OK, DeviceState.READ_ONLY, DeviceState.OK]
+        assert rig.store(chain(2, 20)) == 20
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        assert not rig.devices[2].survivors.keys
+        assert not set(chain(2, 20)) & set(rig.devices[1].survivors.keys)

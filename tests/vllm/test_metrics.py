@@ -64,7 +64,8 @@ def test_gate_14_chunks_and_tokens(samples: Samples) -> None:
     assert samples.total("kvpool_miss_chunks_total") == CHUNKS
     assert samples.total("kvpool_miss_tokens_total") == CHUNKS * CHUNK_TOKENS
     assert samples.total("kvpool_stored_chunks_total") == CHUNKS
-    assert samples.total("kvpool_chunks") == CHUNKS
+    backed_up = samples.total("kvpool_backed_up_chunks_total")
+    assert samples.total("kvpool_chunks") == CHUNKS + backed_up, "a chunk with two copies twice"
     assert samples.total("kvpool_hit_chunks_total") == CHUNKS
     assert samples.total("kvpool_hit_tokens_total") == CHUNKS * CHUNK_TOKENS
     for name in ("dropped_store", "evicted", "spilled", "returned"):
