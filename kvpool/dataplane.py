@@ -229,7 +229,7 @@ class DataPlane:
         self._look_for_stalls()
 
     def poll_devices(self) -> None:
-        """The same: all that there is to take in comes from devices."""
+        """As `poll`."""
         self.poll()
 
     @property
@@ -373,9 +373,9 @@ class DataPlane:
 
     # ---- devices that fail ------------------------------------------------------------------
 
-    def _look_for_stalls(self) -> None:
+    def _look_for_stalls(self, *, at_once: bool = False) -> None:
         now_s = time.monotonic()
-        if now_s < self._watch_next_s:
+        if now_s < self._watch_next_s and not at_once:
             return
         self._watch_next_s = now_s + self._watch_pause_s
         for index, device in enumerate(self._devices):
@@ -465,8 +465,7 @@ class DataPlane:
     def set_epoch(self, epoch: int) -> None:
         """Make all that was stored before `epoch` invalid, durably where the device can.
 
-        One that cannot be written is reported. What it goes on to hold is of the weights that
-        its namespace tells, for after a reset nothing gets a header.
+        One that cannot is reported; what it holds is of the weights that its namespace tells.
         """
         if epoch == self._epoch:
             return
@@ -489,8 +488,9 @@ class DataPlane:
     def close(self) -> None:
         """Close engine and devices. What is queued is dropped, what is in flight ends first.
 
-        What a device owes that does not answer might come at any time, so all is left as it is.
+        What a device owes that does not answer might come any time, so all is left as it is.
         """
+        self._look_for_stalls(at_once=True)
         if self._watch.any_stalled:
             _left_behind.append((self._engine, self._devices, self._jobs))
             return

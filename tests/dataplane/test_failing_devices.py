@@ -28,7 +28,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     opened = Rig(devices, engine=FaultyEngine(64 << 10), stalled_s=STALLED_S)
     yield opened
     engine_of(opened).mend_files()
-    until(opened, lambda: not opened.plane.busy())
+    file = opened.devices[1].index
+    until(opened, lambda: not opened.engine.statistics(file).queue_depth)
     opened.close()
 
 

@@ -43,6 +43,9 @@ def rigs() -> Iterator[list[Rig]]:
         if isinstance(rig.engine, FaultyEngine):
             rig.engine.mend_files()
             rig.plane.drain(20.0)
+            while any(rig.engine.statistics(device.index).queue_depth for device in rig.devices):
+                rig.plane.wait(0.02)
+                rig.plane.poll()
         rig.close()
 
 
