@@ -139,6 +139,7 @@ def one_rank_damaged(arguments: argparse.Namespace) -> dict[str, Any]:
         file.seek(leases[1].start)
         file.write(noise.tobytes())
     after = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+    engine.drain()
     return {
         "before": before,
         "after": after,
