@@ -206,7 +206,6 @@ class DataPlane:
             is_store=is_store,
             write_id=write_id[chosen],
             headers=headers.select(chosen),
-            epoch=self._epoch,
             staged=np.zeros(ops.size, dtype=np.bool_),
         )
         if not self._submit(job, ops, blocks):
@@ -243,6 +242,8 @@ class DataPlane:
         operation, events = operation[operation < job.count], events[operation < job.count]
         timely = ~job.ended[operation]
         operation, events = operation[timely], events[timely]
+        if not operation.size:
+            return
         done = events["kind"] != native.EVENT_STAGED
         job.ended[operation[done]] = True
         if isinstance(job, Load):
@@ -302,21 +303,14 @@ class DataPlane:
         self._reporter.note_errors(job.headers.device[operation], events)
         written = operation[good]
         if written.size:
-            # A chunk of an epoch that is over must not be found after a restart.
-            if job.epoch == self._epoch:
-                self._record(job.headers.select(written), events["crc"][good])
+            self._record(job.headers.select(written), events["crc"][good])
             self._reporter.finish_writes(job.write_id[written])
         self._reporter.fail_writes(job.write_id[operation[~good]])
         job.failed += [int(i) for i in job.position[operation[~good]]]
         if job.plan is not None:
-            self._back_up(job, job.plan, job.position[written], job.position[operation[~good]])
-
-    def _back_up(self, job: Write, plan: StorePlan, written: Int64, failed: Int64) -> None:
-        self._refuse_backups(plan, failed)
-        if job.epoch != self._epoch:
-            self._refuse_backups(plan, written)
-        elif (moves := plan.backups(written)).device.size:
-            self.submit_moves(moves)
+            self._refuse_backups(job.plan, job.position[operation[~good]])
+            if (moves := job.plan.backups(job.position[written])).device.size:
+                self.submit_moves(moves)
 
     def _refuse_backups(self, plan: StorePlan, positions: Int64) -> None:
         self._reporter.fail_writes(plan.backups(positions).write_id)
@@ -326,6 +320,11 @@ class DataPlane:
         for index in np.unique(headers.device):
             chosen = np.flatnonzero(headers.device == index)
             part = headers.select(chosen)
+            if self._epoch:
+                # After a reset the weights may be others than those on disk, which name the
+                # namespace: what is stored from then on is for this process alone.
+                self._devices[index].checksums[part.slot] = crc[chosen]
+                continue
             rows = self._devices[index].record(
                 part.slot,
                 part.keys,
@@ -335,10 +334,6 @@ class DataPlane:
                 self._lengths[part.group],
                 crc[chosen],
             )
-            # After a reset the weights may be others than those on disk, which name the namespace:
-            # what is stored from then on is for this process alone.
-            if self._epoch:
-                continue
             self._dirty_headers[index].update(header_blocks(rows))
 
     def _release_pages(self, job: Write) -> None:

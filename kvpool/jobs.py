@@ -84,7 +84,6 @@ class Write(Job):
     position: Int64  # operation -> position in the plan
     write_id: Int64
     headers: Headers
-    epoch: int  # in which it was submitted
     staged: Bools
     plan: StorePlan | None = None  # of a store: says what is backed up
     released: bool = False  # told to the caller

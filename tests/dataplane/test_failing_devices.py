@@ -142,6 +142,21 @@ def test_a_trial_of_a_device_that_lies_fails(rig: Rig, kind: FaultKind) -> None:
     assert rig.orchestrator.broken_devices() == [1]
 
 
+def test_late_answers_of_a_job_that_is_over_beside_an_older_trial(rig: Rig) -> None:
+    stored(rig)
+    engine_of(rig).break_files(1, [FaultRule(FaultKind.STUCK, writes=True), STUCK_READS])
+    rig.plane.try_devices([1])
+    plan = rig.orchestrator.plan_load(chain(1, 24), rig.orchestrator.begin("load"))
+    rig.plane.submit_load(99, plan, np.arange(24, dtype=np.int32))
+    until(rig, lambda: not rig.plane.unfinished({99}))
+    # The reads answer while the trial's write, whose tag is the next lower one, is still under way.
+    file = rig.devices[1].index
+    engine_of(rig).set_faults(file, 1, [STUCK_WRITES], 0)
+    engine_of(rig).release_stuck(file)
+    until(rig, lambda: not rig.engine.statistics(file).queue_depth)
+    until(rig, lambda: not rig.plane.busy())
+
+
 def test_closing_does_not_wait_for_a_silent_device(tmp_path: Path) -> None:
     rig = Rig(
         ["dram:16MiB", file_device(tmp_path, "a", "32MiB")],

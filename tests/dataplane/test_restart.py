@@ -187,3 +187,25 @@ def test_a_reset_goes_on_where_a_device_cannot_note_it(
     with running(tmp_path, backup=False, dram="2MiB") as rig:
         assert not rig.devices[2].survivors.keys
         assert not set(chain(2, 20)) & set(rig.devices[1].survivors.keys)
+
+
+def test_after_a_reset_the_header_that_is_taken_back_brings_no_others(tmp_path: Path) -> None:
+    """A block of the header table is written whole: it must not tell of chunks after the reset."""
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        rig.orchestrator.reset()
+        rig.plane.set_epoch(rig.orchestrator.epoch)
+        keys = chain(1, 20)
+        rig.fill(1, 20)
+        rig.store(keys)
+        plan = rig.orchestrator.plan_load(keys, request := rig.orchestrator.begin("look"))
+        rig.orchestrator.complete_load(request)
+        damaged = [i for i in range(20) if plan.device[i] > 0][-1]
+        offset = int(rig.devices[plan.device[damaged]].offsets(plan.slot[[damaged]])[0])
+        path = tmp_path / " ab"[plan.device[damaged]] / "container.kvpool"
+        with path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"changed!", offset)
+            os.fsync(file.fileno())
+        assert rig.load(keys).failed == [damaged]
+        rig.settle()
+    with running(tmp_path, backup=False, dram="2MiB") as rig:
+        assert not any(device.survivors.keys for device in rig.devices)
